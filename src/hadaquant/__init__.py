@@ -1,0 +1,34 @@
+"""hadaquant: rotated low-bit linears for PyTorch.
+
+y = x · Wᵀ = (x·R)(W·R)ᵀ, R a block-diagonal Hadamard or any orthonormal rotation: weights are
+rotated and quantized offline, activations in one kernel before a low-bit matrix product.
+"""
+
+from hadaquant.errors import HadaquantError
+from hadaquant.formats import FORMATS, Format, get_format
+from hadaquant.nn import InputGroup, Report, RotatedLinear, quantize_, share_input
+from hadaquant.ops import explain, quantize, rotate, scaled_mm
+from hadaquant.ops.options import set_backend
+from hadaquant.rotation import Rotation
+from hadaquant.tensor import QuantizedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "HadaquantError",
+    "InputGroup",
+    "QuantizedTensor",
+    "Report",
+    "RotatedLinear",
+    "Rotation",
+    "explain",
+    "get_format",
+    "quantize",
+    "quantize_",
+    "rotate",
+    "scaled_mm",
+    "set_backend",
+    "share_input",
+]

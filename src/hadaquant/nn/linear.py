@@ -1,0 +1,278 @@
+"""RotatedLinear: nn.Linear with rotated low-bit weights and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map
+
+from hadaquant.contract import Contract
+from hadaquant.errors import LayerError, ShapeError
+from hadaquant.formats import Format, get_format
+from hadaquant.formats.scales import global_scale_of
+from hadaquant.nn.sharing import InputGroup, Quantized
+from hadaquant.ops import LinearPlan, explain, quantize
+from hadaquant.ops.checks import check_global_number, check_product
+from hadaquant.ops.options import check_backend
+from hadaquant.ops.target import target_of
+from hadaquant.rotation import Rotation, parse, trusted
+from hadaquant.tensor import QuantizedTensor
+
+
+class RotatedLinear(nn.Module):
+    """y = x · Wᵀ + bias with W·R quantized offline and x·R quantized in each call.
+
+    Parameters without grad, so that whatever moves parameters moves them: ``codes``, ``scales``,
+    ``global_scale`` (nvfp4), ``input_global_scale`` (nvfp4, when static), ``signs`` or ``matrix`` of
+    the rotation, ``bias``. A dtype cast reaches the bias alone. The buffer ``contract`` says what the
+    codes mean; loading a state_dict of another format, rotation or shape is refused.
+
+    Args:
+        in_features, out_features: K and N.
+        format, rotation: as in :func:`hadaquant.quantize`.
+        bias: whether there is one.
+        input_global_scale: static nvfp4 multiplier of the inputs; None computes it in each call.
+        backend: ``auto``, ``reference`` or ``triton``.
+        device, dtype: of the empty parameters; ``dtype`` is the bias's and the nominal weight's.
+    """
+
+    _PARAMETERS: ClassVar[tuple[str, ...]] = ("codes", "scales", "global_scale", "signs", "matrix")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        format: str | Format,
+        rotation: str | Rotation = "none",
+        *,
+        bias: bool = True,
+        input_global_scale: float | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.format, r = get_format(format), parse(rotation)
+        self.rotation_spec = r.spec
+        self.backend = check_backend(backend)
+        self.input_group: InputGroup | None = None
+        self.input_member = 0
+        check_product(self.format, 0, out_features, in_features)
+        r.check_k(in_features)
+        shape = (out_features, in_features)
+
+        def empty(dims: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(dims, dtype=dtype, device=device), requires_grad=False)
+
+        def fixed(t: Tensor | None) -> nn.Parameter | None:
+            return None if t is None else nn.Parameter(t.to(device) if device else t, requires_grad=False)
+
+        f = self.format
+        self.register_parameter("codes", empty(f.codes_shape(shape), f.element.codes_dtype))
+        self.register_parameter("scales", empty(f.scales_shape(shape), f.scale.dtype))
+        self.register_parameter("global_scale", empty((), torch.float32) if f.has_global_scale else None)
+        self.register_parameter("signs", fixed(r.signs))
+        self.register_parameter("matrix", fixed(r.matrix))
+        static = None
+        if input_global_scale is not None and f.has_global_scale:
+            check_global_number(input_global_scale)
+            static = torch.tensor(input_global_scale, dtype=torch.float32)
+        self.register_parameter("input_global_scale", fixed(static))
+        nominal = torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=device)
+        self.register_parameter("bias", empty((out_features,), nominal.dtype) if bias else None)
+        # follows .half() and .to(device), so that the layer knows the dtype its weight would have
+        self.register_buffer("nominal", nominal, persistent=False)
+        self.register_buffer("contract", Contract.of(f, r, shape).to_tensor().to(nominal.device))
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        format: str | Format,
+        rotation: str | Rotation = "none",
+        *,
+        input_global_scale: float | None = None,
+        backend: str = "auto",
+    ) -> RotatedLinear:
+        """A RotatedLinear of a linear's weight and bias. The linear is left as it is.
+
+        Raises:
+            LayerError: not an nn.Linear with a plain floating weight.
+            BlockError, GroupError: the format or rotation does not divide in_features.
+        """
+        reason = why_not(linear)
+        if reason is not None:
+            raise LayerError(layer=type(linear).__name__, rule=reason, fix="give an nn.Linear with a floating weight")
+        weight = linear.weight.detach()
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            format,
+            rotation,
+            bias=linear.bias is not None,
+            input_global_scale=input_global_scale,
+            backend=backend,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        layer.set_weight(weight)
+        if layer.bias is not None and linear.bias is not None:
+            layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+        return layer.train(linear.training)
+
+    # ---- weight ---------------------------------------------------------------------------------
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Quantize a weight [N, K] in the original basis, keeping format, group and rotation.
+
+        Raises:
+            ShapeError: another shape.
+        """
+        expected = (self.out_features, self.in_features)
+        if tuple(weight.shape) != expected:
+            raise ShapeError(what="weight", found=tuple(weight.shape), expected=expected, fix="give W as nn.Linear has")
+        weight = weight.detach()
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            weight = weight.to(torch.float32)
+        q = quantize(weight, self.format, rotation=self.rotation, backend=self.backend)
+        with torch.no_grad():
+            for mine, new in ((self.codes, q.codes), (self.scales, q.scales), (self.global_scale, q.global_scale)):
+                if mine is not None and new is not None:
+                    mine.copy_(new)
+
+    def quantized_weight(self) -> QuantizedTensor:
+        """Codes and scales of W·R as a :class:`QuantizedTensor` on this layer's parameters."""
+        return QuantizedTensor(self.codes, self.scales, self.global_scale, self.format, self.rotation)
+
+    def dequantized_weight(self) -> Tensor:
+        """float32 [N, K] in the original basis: what ``weight`` has become."""
+        return self.quantized_weight().dequantize()
+
+    @property
+    def weight(self) -> Tensor:
+        """Reads as the dequantized weight in the layer's nominal dtype.
+
+        Shape, dtype and device cost nothing, which is all that most code asks of a weight; any
+        operation on it dequantizes. It cannot be written: see :meth:`set_weight`.
+        """
+        return _LazyWeight(self)
+
+    @property
+    def rotation(self) -> Rotation:
+        """The rotation, its tensors being this layer's parameters."""
+        return trusted(self.rotation_spec, self.signs, self.matrix)
+
+    # ---- forward --------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in x's dtype, or autocast's."""
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ShapeError(
+                what="x", found=tuple(x.shape), expected=f"[..., {self.in_features}]", fix="as nn.Linear needs it"
+            )
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if self.input_group is None or torch.compiler.is_compiling():
+            codes, scales, g = self._quantize_input(x)
+        else:
+            codes, scales, g = self.input_group.quantize(self.input_member, x, self._quantize_input)
+        return torch.ops.hadaquant.scaled_mm(
+            codes,
+            scales,
+            g,
+            self.codes,
+            self.scales,
+            self.global_scale,
+            self.bias,
+            self.format.name,
+            x.dtype,
+            self.backend,
+        )
+
+    def _quantize_input(self, x: Tensor) -> Quantized:
+        ops = torch.ops.hadaquant
+        rotation = (self.rotation_spec, self.signs, self.matrix)
+        g = self.input_global_scale
+        if g is None and self.format.has_global_scale:
+            g = global_scale_of(ops.amax(x, *rotation, self.backend))
+        codes, scales = ops.quantize(x, self.format.name, *rotation, g, "linear", self.backend)
+        return codes, scales, g
+
+    def explain(self, M: int = 1) -> LinearPlan:
+        """Which kernels run for an input of M rows on this layer's device, and why."""
+        n, k, target = self.out_features, self.in_features, target_of(self.codes.device)
+        return explain(self.format, M, n, k, target, rotation=self.rotation, backend=self.backend)
+
+    # ---- nn.Module ------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotatedLinear:
+        # A cast to another float dtype must not reach float32 scales. Casts leave integers alone, so
+        # fn sees their bits as int32: moves happen, casts do not.
+        kept = {id(p) for name, p in self._parameters.items() if name != "bias" and p is not None}
+
+        def keep_bits(t: Tensor) -> Tensor:
+            if id(t) in kept and t.dtype == torch.float32:
+                return fn(t.detach().view(torch.int32)).view(torch.float32)
+            return fn(t)
+
+        return super()._apply(keep_bits, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(prefix + "contract")
+        if stored is not None:
+            name = prefix.removesuffix(".") or type(self).__name__
+            mine = Contract.of(self.format, self.rotation, (self.out_features, self.in_features))
+            mine.check_same(Contract.from_tensor(stored, name), name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
+            f"format={self.format}, rotation={self.rotation}"
+        )
+
+
+class _LazyWeight(Tensor):
+    """A weight that is dequantized by the first operation on it."""
+
+    layer: RotatedLinear
+
+    @staticmethod
+    def __new__(cls, layer: RotatedLinear) -> _LazyWeight:
+        shape = (layer.out_features, layer.in_features)
+        weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.nominal.dtype, device=layer.codes.device)
+        weight.layer = layer
+        return weight
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"dequantized weight of {self.layer}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def materialize(t: Any) -> Any:
+            return t.layer.dequantized_weight().to(t.dtype) if isinstance(t, cls) else t
+
+        if func._schema.is_mutable:
+            raise LayerError(layer=repr(args[0]), rule="its weight cannot be changed in place", fix="use set_weight")
+        return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why a module cannot become a RotatedLinear, or None if it can."""
+    if isinstance(module, RotatedLinear):
+        return "it is quantized already"
+    if not isinstance(module, nn.Linear):
+        return f"{type(module).__name__} is not an nn.Linear"
+    if parametrize.is_parametrized(module) or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return "its weight is computed by a parametrization"
+    if hasattr(module, "weight_g"):
+        return "its weight is computed by weight_norm"
+    if not module.weight.is_floating_point():
+        return f"its weight has dtype {module.weight.dtype}"
+    return None

@@ -1,0 +1,88 @@
+"""Quantize once what several linears read: q, k and v, or gate and up.
+
+A declared group reuses a quantized input only for the very same tensor object, unmodified, in the
+same thread, and keeps it no longer than its last member's turn or the tensor's life.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hadaquant.errors import LayerError
+
+if TYPE_CHECKING:
+    from hadaquant.nn.linear import RotatedLinear
+
+Quantized = tuple[Tensor, Tensor, "Tensor | None"]
+
+
+class _Slot(threading.local):
+    """This thread's last quantized input and which members have used it."""
+
+    source: weakref.ref[Tensor] | None = None
+    version: int | None = None
+    quantized: Quantized | None = None
+    served: frozenset[int] = frozenset()
+
+    def clear(self, _: object = None) -> None:
+        self.source, self.version, self.quantized, self.served = None, None, None, frozenset()
+
+
+class InputGroup:
+    """Linears of one format, rotation and input width that read the same tensor. See :func:`share_input`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._slot = _Slot()
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"size": self.size}  # what is in flight belongs to one thread of one process
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__init__(state["size"])
+
+    def quantize(self, member: int, x: Tensor, compute: Callable[[Tensor], Quantized]) -> Quantized:
+        """The group's quantized x: computed by the first member that asks, reused by the others."""
+        slot = self._slot
+        version = None if x.is_inference() else x._version
+        source = slot.source() if slot.source is not None else None
+        if source is not x or version != slot.version or slot.quantized is None or member in slot.served:
+            slot.clear()
+            slot.quantized = compute(x)
+            slot.source, slot.version = weakref.ref(x, slot.clear), version
+        quantized = slot.quantized
+        slot.served |= {member}
+        if len(slot.served) == self.size:
+            slot.clear()
+        return quantized
+
+
+def share_input(layers: Iterable[RotatedLinear]) -> InputGroup:
+    """Declare that these layers read the same tensor, so that it is rotated and quantized once.
+
+    Without a declaration nothing is shared. Under ``torch.inference_mode`` tensors carry no version,
+    so an in-place change between two members cannot be seen there: declare only layers that truly
+    read one unchanged tensor.
+
+    Raises:
+        LayerError: fewer than two layers, or layers whose inputs would be quantized differently.
+    """
+    layers = list(layers)
+    keys = {(m.format.name, str(m.rotation), m.in_features, m.backend) for m in layers}
+    same = all(m.rotation == layers[0].rotation for m in layers)
+    static = {None if m.input_global_scale is None else m.input_global_scale.item() for m in layers}
+    if len(layers) < 2 or len(keys) != 1 or len(static) != 1 or not same:
+        raise LayerError(
+            layer=f"group of {len(layers)}",
+            rule=f"members must be two or more with one format, rotation, width and static scale; found {sorted(keys)}",
+            fix="share only layers that quantize their input in the same way",
+        )
+    group = InputGroup(len(layers))
+    for index, layer in enumerate(layers):
+        layer.input_group, layer.input_member = group, index
+    return group

@@ -1,0 +1,116 @@
+"""The verbs: rotate, quantize, scaled_mm. Thin Python over the torch.library ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hadaquant.errors import ShapeError
+from hadaquant.formats import Format, get_format
+from hadaquant.formats.scales import global_scale_of
+from hadaquant.ops import library as _library  # noqa: F401 - defines torch.ops.hadaquant
+from hadaquant.ops.checks import check_global_number
+from hadaquant.ops.options import check_backend
+from hadaquant.ops.plan import LinearPlan, Plan, explain
+from hadaquant.ops.target import Target
+from hadaquant.rotation import Rotation, parse
+from hadaquant.tensor import QuantizedTensor
+
+
+def rotate(x: Tensor, rotation: str | Rotation, inverse: bool = False, *, backend: str = "auto") -> Tensor:
+    """x · R along the last dimension, or x · Rᵀ with ``inverse``.
+
+    Args:
+        x: [..., K] bfloat16, float16 or float32.
+        rotation: ``"none"``, ``"sylvester:16"``, ``"regular:256"``, or a :class:`Rotation`.
+        inverse: rotate back.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        float32 [..., K], also for a 16-bit x: a rotated float16 can exceed float16.
+
+    Raises:
+        RotationError, GroupError, DtypeError, ShapeError, BackendError.
+    """
+    r = parse(rotation).to(x.device)
+    return torch.ops.hadaquant.rotate(x, r.spec, r.signs, r.matrix, inverse, check_backend(backend))
+
+
+def quantize(
+    x: Tensor,
+    format: str | Format,
+    *,
+    rotation: str | Rotation = "none",
+    global_scale: float | Tensor | None = None,
+    scale_layout: str = "linear",
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """Rotate x along its last dimension, choose scales, write codes.
+
+    Args:
+        x: [..., K] bfloat16, float16 or float32.
+        format: ``nvfp4``, ``mxfp4``, ``mxfp4-ceil``, ``mxfp4-even``, ``int8`` or a ``Format``.
+        rotation: as in :func:`rotate`.
+        global_scale: for nvfp4, the multiplier g; a number, or a float32 scalar tensor, which stays
+            on its device. Left out, g = (amax / 6) / 448 of the rotated x.
+        scale_layout: ``linear``, or ``tiled`` for block-scaled matrix units.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        The same bytes on every backend.
+
+    Raises:
+        UnknownChoice, RotationError, GroupError, BlockError, DtypeError, ShapeError,
+        GlobalScaleError, BackendError.
+    """
+    f, r = get_format(format), parse(rotation).to(x.device)
+    args = (r.spec, r.signs, r.matrix)
+    check_backend(backend)
+    if isinstance(global_scale, (int, float)):
+        check_global_number(global_scale)
+        global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
+    if global_scale is not None:
+        global_scale = global_scale.to(x.device).reshape(())
+    elif f.has_global_scale:
+        global_scale = global_scale_of(torch.ops.hadaquant.amax(x, *args, backend))
+    codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, global_scale, scale_layout, backend)
+    return QuantizedTensor(codes, scales, global_scale, f, r, scale_layout)
+
+
+def scaled_mm(
+    x: QuantizedTensor,
+    w: QuantizedTensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """x · wᵀ + bias of quantized x [..., K] and w [N, K], both of one format and rotation: [..., N].
+
+    Raises:
+        ShapeError: formats, rotations, layouts or shapes differ.
+        AccumulatorError: int8 with K above 133,144.
+    """
+    for what, a, b in (
+        ("format", x.format.name, w.format.name),
+        ("rotation", str(x.rotation), str(w.rotation)),
+        ("scale_layout", x.scale_layout, "linear"),
+        ("scale_layout", w.scale_layout, "linear"),
+    ):
+        if a != b:
+            raise ShapeError(what=f"x and w: {what}", found=a, expected=b, fix="quantize both in the same way")
+    return torch.ops.hadaquant.scaled_mm(
+        x.codes,
+        x.scales,
+        x.global_scale,
+        w.codes,
+        w.scales,
+        w.global_scale,
+        bias,
+        x.format.name,
+        out_dtype,
+        check_backend(backend),
+    )
+
+
+__all__ = ["LinearPlan", "Plan", "Target", "explain", "quantize", "rotate", "scaled_mm"]

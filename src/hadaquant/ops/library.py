@@ -1,0 +1,217 @@
+"""The verbs as torch.library ops: schema, checks, fake, and one entry that asks the plan what to run.
+
+| op | in | out |
+|---|---|---|
+| rotate | x [..., K] | float32 [..., K] |
+| amax | x [..., K] | float32 [], over the finite values of the rotated x |
+| quantize | x [..., K] | codes, scales |
+| dequantize | codes, scales | float32 [..., K], original basis |
+| scaled_mm | two quantized matrices | [..., N] |
+
+An op's name holds no format. A rotation travels as its spec and its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hadaquant import reference
+from hadaquant.formats import Format, get_format
+from hadaquant.ops import checks
+from hadaquant.ops.plan import Plan, plan_quantize, plan_scaled_mm, tell
+from hadaquant.ops.target import target_of
+from hadaquant.rotation import NONE, Rotation, trusted
+
+_ROTATION = "str rotation, Tensor? signs, Tensor? matrix"
+_library = torch.library.Library("hadaquant", "DEF")
+
+
+def _op(schema: str) -> Callable[[Callable], Callable]:
+    """Define an op whose one implementation serves every device."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def register(fn: Callable) -> Callable:
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, fn, key)
+        return fn
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable], Callable]:
+    return torch.library.register_fake(f"hadaquant::{name}", lib=_library)
+
+
+def _kernels():
+    from hadaquant.kernels import launch
+
+    return launch
+
+
+# ---- rotate -------------------------------------------------------------------------------------
+
+
+def _rotate_plan(x: Tensor, rotation: Rotation, backend: str) -> Plan:
+    plan = plan_quantize(get_format("int8"), rotation, target_of(x.device), backend)
+    return tell(plan)
+
+
+@_op(f"rotate(Tensor x, {_ROTATION}, bool inverse, str backend) -> Tensor")
+def _rotate(
+    x: Tensor, rotation: str, signs: Tensor | None, matrix: Tensor | None, inverse: bool, backend: str
+) -> Tensor:
+    r = trusted(rotation, signs, matrix)
+    checks.check_input(x, None, r)
+    plan = _rotate_plan(x, r, backend)
+    if plan.kernel == "reference" or x.numel() == 0:
+        y = reference.rotate(x, r, inverse)
+        return y.clone() if y is x else y
+    return _kernels().rotate(x, r, inverse)
+
+
+@_fake("rotate")
+def _(x, rotation, signs, matrix, inverse, backend):
+    checks.check_input(x, None, trusted(rotation, signs, matrix))
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+# ---- amax ---------------------------------------------------------------------------------------
+
+
+@_op(f"amax(Tensor x, {_ROTATION}, str backend) -> Tensor")
+def _amax(x: Tensor, rotation: str, signs: Tensor | None, matrix: Tensor | None, backend: str) -> Tensor:
+    r = trusted(rotation, signs, matrix)
+    checks.check_input(x, None, r)
+    if _rotate_plan(x, r, backend).kernel == "reference" or x.numel() == 0:
+        return reference.amax(x, r)
+    return _kernels().amax(x, r)
+
+
+@_fake("amax")
+def _(x, rotation, signs, matrix, backend):
+    checks.check_input(x, None, trusted(rotation, signs, matrix))
+    return x.new_empty((), dtype=torch.float32)
+
+
+# ---- quantize -----------------------------------------------------------------------------------
+
+
+def _checked(x: Tensor, format: str, rotation: Rotation, global_scale: Tensor | None) -> Format:
+    f = get_format(format)
+    checks.check_input(x, f, rotation)
+    checks.check_global_scale(f, global_scale)
+    return f
+
+
+@_op(
+    f"quantize(Tensor x, str format, {_ROTATION}, Tensor? global_scale, str scale_layout, str backend)"
+    " -> (Tensor codes, Tensor scales)"
+)
+def _quantize(
+    x: Tensor,
+    format: str,
+    rotation: str,
+    signs: Tensor | None,
+    matrix: Tensor | None,
+    global_scale: Tensor | None,
+    scale_layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    r = trusted(rotation, signs, matrix)
+    f = _checked(x, format, r, global_scale)
+    plan = tell(plan_quantize(f, r, target_of(x.device), backend))
+    if plan.kernel == "reference" or x.numel() == 0:
+        return reference.quantize(x, f, r, global_scale, scale_layout)
+    if plan.kernel.startswith("rotate+"):
+        x, r = _kernels().rotate(x, r, False), NONE
+    return _kernels().quantize(x, f, r, global_scale, scale_layout)
+
+
+@_fake("quantize")
+def _(x, format, rotation, signs, matrix, global_scale, scale_layout, backend):
+    f = _checked(x, format, trusted(rotation, signs, matrix), global_scale)
+    shape = tuple(x.shape)
+    codes = x.new_empty(f.codes_shape(shape), dtype=f.element.codes_dtype)
+    return codes, x.new_empty(f.scales_shape(shape, scale_layout), dtype=f.scale.dtype)
+
+
+# ---- dequantize ---------------------------------------------------------------------------------
+
+
+@_op(
+    f"dequantize(Tensor codes, Tensor scales, Tensor? global_scale, str format, {_ROTATION}, str scale_layout)"
+    " -> Tensor"
+)
+def _dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    format: str,
+    rotation: str,
+    signs: Tensor | None,
+    matrix: Tensor | None,
+    scale_layout: str,
+) -> Tensor:
+    r = trusted(rotation, signs, matrix)
+    return reference.dequantize(codes, scales, global_scale, get_format(format), r, scale_layout)
+
+
+@_fake("dequantize")
+def _(codes, scales, global_scale, format, rotation, signs, matrix, scale_layout):
+    shape = (*codes.shape[:-1], get_format(format).k_of(codes.shape[-1]))
+    return codes.new_empty(shape, dtype=torch.float32)
+
+
+# ---- scaled_mm ----------------------------------------------------------------------------------
+
+
+def _check_operands(x, w, bias: Tensor | None, f: Format) -> None:
+    k = checks.check_codes("x", *x, f)
+    if w[0].dim() != 2:
+        raise checks.ShapeError(what="w codes", found=tuple(w[0].shape), expected="[N, K]", fix="give a matrix")
+    wk = checks.check_codes("w", *w, f)
+    if k != wk:
+        raise checks.ShapeError(what="w", found=f"K={wk}", expected=f"K={k} of x", fix="multiply matrices of one K")
+    n = w[0].shape[0]
+    checks.check_product(f, 0, n, k)
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise checks.ShapeError(what="bias", found=tuple(bias.shape), expected=(n,), fix="one number an output")
+
+
+@_op(
+    "scaled_mm(Tensor x_codes, Tensor x_scales, Tensor? x_global, Tensor w_codes, Tensor w_scales,"
+    " Tensor? w_global, Tensor? bias, str format, ScalarType out_dtype, str backend) -> Tensor"
+)
+def _scaled_mm(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    x_global: Tensor | None,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    w_global: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    f = get_format(format)
+    w = (w_codes, w_scales, w_global)
+    _check_operands((x_codes, x_scales, x_global), w, bias, f)
+    lead = x_codes.shape[:-1]
+    x2 = x_codes.reshape(-1, x_codes.shape[-1])
+    s2 = x_scales.reshape(-1) if f.block is None else x_scales.reshape(x2.shape[0], -1)
+    if x2.shape[0] == 0 or w_codes.shape[0] == 0:
+        return torch.empty((*lead, w_codes.shape[0]), dtype=out_dtype, device=x_codes.device)
+    plan = tell(plan_scaled_mm(f, target_of(x_codes.device), backend))
+    run = reference.scaled_mm if plan.kernel == "reference" else _kernels().scaled_mm
+    return run(x2, s2, x_global, *w, f, bias, out_dtype).view(*lead, w_codes.shape[0])
+
+
+@_fake("scaled_mm")
+def _(x_codes, x_scales, x_global, w_codes, w_scales, w_global, bias, format, out_dtype, backend):
+    _check_operands((x_codes, x_scales, x_global), (w_codes, w_scales, w_global), bias, get_format(format))
+    return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=out_dtype)

@@ -1,0 +1,51 @@
+"""Choices that hold for the whole process, or for one call or module that names its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hadaquant.errors import UnknownChoice
+
+#: What may run an op. ``auto`` lets the plan choose; ``reference`` is plain torch on the tensor's own
+#: device; ``triton`` is the fused kernel.
+BACKENDS: tuple[str, ...] = ("auto", "reference", "triton")
+
+_process_backend = "auto"
+
+
+def check_backend(backend: str) -> str:
+    """The backend, if it is one.
+
+    Raises:
+        UnknownChoice: it is none of ``BACKENDS``.
+    """
+    if backend not in BACKENDS:
+        raise UnknownChoice(what="backend", value=backend, choices=", ".join(BACKENDS))
+    return backend
+
+
+def set_backend(backend: str) -> None:
+    """Set what ``auto`` means for the whole process.
+
+    Raises:
+        UnknownChoice: it is none of ``BACKENDS``.
+    """
+    global _process_backend
+    _process_backend = check_backend(backend)
+
+
+def resolve_backend(backend: str) -> str:
+    """A call's own backend, or the process's where the call says ``auto``."""
+    return _process_backend if check_backend(backend) == "auto" else backend
+
+
+@contextmanager
+def using_backend(backend: str) -> Iterator[None]:
+    """Set the process's backend for a ``with`` block."""
+    before = _process_backend
+    set_backend(backend)
+    try:
+        yield
+    finally:
+        set_backend(before)

@@ -1,0 +1,240 @@
+"""The numerics contract executed in plain torch. It is the CPU backend and every kernel's oracle.
+
+The steps have the names and the order of ``kernels/quantize.py``: rotate -> scale -> encode -> pack.
+Each is a correctly rounded float32 operation in a fixed order, on any device torch runs on. No
+``alpha=``, ``addcmul`` or ``lerp``, which fuse; no division by a Python scalar, which CUDA replaces
+by a reciprocal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hadaquant import layout
+from hadaquant.formats import Format
+from hadaquant.formats.scales import block_amax_bits, finite_amax
+from hadaquant.rotation import Rotation, norm, stages
+
+#: Elements worked on at a time, so that the float32 intermediates stay in a cache.
+CHUNK = 1 << 18
+
+
+def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
+    """x · R along the last dimension, or x · Rᵀ: [..., K] of any float dtype -> float32 [..., K]."""
+    x = x.to(torch.float32)
+    if rotation.kind == "none" or x.numel() == 0:
+        return x
+    if rotation.kind == "matrix":
+        return _rotate_matrix(x, rotation, inverse)
+    g = rotation.group
+    rows = x.reshape(-1, g)
+    out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+    for part in _row_chunks(rows.shape[0], g):
+        # one group a column: every stage then runs along whole contiguous rows
+        v = rows[part].T.contiguous()
+        if rotation.signs is not None and not inverse:
+            v = v * rotation.signs[:, None]
+        for radix, stride in stages(g):
+            v = _butterfly(v, rotation.kind, radix, stride)
+        v *= norm(g)
+        if rotation.signs is not None and inverse:
+            v *= rotation.signs[:, None]
+        out[part] = v.T
+    return out.view(x.shape)
+
+
+def _butterfly(v: Tensor, kind: str, radix: int, stride: int) -> Tensor:
+    """One stage of [g, columns], digits ``stride`` rows apart. Additions and subtractions only."""
+    digits = v.view(v.shape[0] // (radix * stride), radix, stride, v.shape[1])
+    out = torch.empty_like(digits)
+    if radix == 2:
+        x0, x1 = digits.unbind(1)
+        torch.add(x0, x1, out=out[:, 0])
+        torch.sub(x0, x1, out=out[:, 1])
+        return out.view(v.shape)
+    x0, x1, x2, x3 = digits.unbind(1)
+    a, b, c, d = x0 + x1, x2 + x3, x0 - x1, x2 - x3
+    if kind == "sylvester":
+        sums, differences = ((0, a, b), (1, c, d)), ((2, a, b), (3, c, d))
+    else:
+        sums, differences = ((0, a, d), (2, b, c)), ((1, a, d), (3, b, c))
+    for row, p, q in sums:
+        torch.add(p, q, out=out[:, row])
+    for row, p, q in differences:
+        torch.sub(p, q, out=out[:, row])
+    return out.view(v.shape)
+
+
+def _rotate_matrix(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
+    matrix = rotation.dense_like(x)
+    m = matrix.T if inverse else matrix
+    return (x.reshape(-1, rotation.group) @ m).view(x.shape)
+
+
+def amax(x: Tensor, rotation: Rotation) -> Tensor:
+    """Largest finite magnitude of the rotated tensor: a float32 scalar, 0 if there is none."""
+    rows = x.reshape(-1, x.shape[-1])
+    found = torch.zeros((), dtype=torch.float32, device=x.device)
+    for part in _row_chunks(*rows.shape):
+        found = torch.maximum(found, finite_amax(rotate(rows[part], rotation)))
+    return found
+
+
+def quantize(
+    x: Tensor, format: Format, rotation: Rotation, global_scale: Tensor | None, scale_layout: str = "linear"
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x [..., K] by the format's contract."""
+    rows = x.reshape(-1, x.shape[-1])
+    codes = torch.empty(format.codes_shape(tuple(rows.shape)), dtype=format.element.codes_dtype, device=x.device)
+    scales = torch.empty(format.scales_shape(tuple(rows.shape)), dtype=format.scale.dtype, device=x.device)
+    for part in _row_chunks(*rows.shape):
+        codes[part], scales[part] = _quantize_rows(rows[part], format, rotation, global_scale)
+    if scale_layout == "tiled":
+        scales = layout.tile_scales(scales)
+    else:
+        scales = scales.view(format.scales_shape(tuple(x.shape)))
+    return codes.view(format.codes_shape(tuple(x.shape))), scales
+
+
+def _quantize_rows(x: Tensor, format: Format, rotation: Rotation, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    y = rotate(x, rotation)
+    blocks = _blocks(y, format)
+    scales = format.scale.choose(block_amax_bits(blocks), global_scale)
+    codes = encode(blocks, divisor(scales, format, global_scale).unsqueeze(-1), format).view(y.shape)
+    return (layout.pack_nibbles(codes) if format.element.packed else codes), scales
+
+
+def divisor(scales: Tensor, format: Format, global_scale: Tensor | None) -> Tensor:
+    """What a block's elements are divided by: its multiplier, or 1.0 where that is 0."""
+    m = format.scale.multiplier(scales, global_scale)
+    return torch.where(m == 0, torch.ones_like(m), m)
+
+
+def encode(y: Tensor, divisor: Tensor, format: Format) -> Tensor:
+    """Codes of y / divisor. A NaN divisor marks a block that holds NaN or Inf: its codes are 0."""
+    return format.element.encode(y / divisor)
+
+
+def _blocks(y: Tensor, format: Format) -> Tensor:
+    return y.view(y.shape[0], -1, format.block) if format.block else y
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    format: Format,
+    rotation: Rotation,
+    scale_layout: str = "linear",
+) -> Tensor:
+    """float32 values [..., K] in the original basis."""
+    y = decode(codes, scales, global_scale, format, scale_layout)
+    return rotate(y, rotation, inverse=True)
+
+
+def decode(
+    codes: Tensor, scales: Tensor, global_scale: Tensor | None, format: Format, scale_layout: str = "linear"
+) -> Tensor:
+    """float32 values [..., K] in the rotated basis: RN(code · multiplier)."""
+    unpacked = layout.unpack_nibbles(codes) if format.element.packed else codes
+    k = unpacked.shape[-1]
+    if scale_layout == "tiled":
+        scales = layout.untile_scales(scales, unpacked.numel() // k, format.blocks(k))
+    m = format.scale.multiplier(scales.reshape(-1, format.blocks(k)), global_scale)
+    values = format.element.decode(unpacked).view(m.shape[0], m.shape[1], -1)
+    return (values * m.unsqueeze(-1)).view(unpacked.shape)
+
+
+def _row_chunks(rows: int, width: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(width, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def scaled_mm(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    x_global: Tensor | None,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    w_global: Tensor | None,
+    format: Format,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x · Wᵀ + bias of two quantized matrices [M, K] and [N, K], scales linear: [M, N].
+
+    INT8 is exact: RN_out(((float(acc) · sx) · sw) + bias). FP4 multiplies code · scale, exact in
+    bfloat16, into float32, then the product of the two global scales, then the bias.
+    """
+    if format.block is None:
+        acc = int8_matmul(x_codes, w_codes).to(torch.float32)
+        y = acc.mul_(x_scales[:, None]).mul_(w_scales[None, :])
+    else:
+        x, w = (_scaled_codes(c, s, format) for c, s in ((x_codes, x_scales), (w_codes, w_scales)))
+        y = x @ w.T
+        if x_global is not None and w_global is not None:
+            y *= x_global * w_global
+    if bias is not None:
+        y += bias.to(torch.float32)
+    return y.to(out_dtype)
+
+
+def _scaled_codes(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
+    """code · block scale in float32, without the global scale. At most six significant bits."""
+    return decode(codes, scales, scales.new_ones((), dtype=torch.float32), format)
+
+
+def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Exact int32 product a · bᵀ of int8 matrices [M, K] and [N, K].
+
+    torch._int_mm where it has proved itself on this machine, else float32 products over K-chunks
+    that float32 holds exactly.
+    """
+    a, b = a.contiguous(), b.contiguous()
+    m, k = a.shape
+    if a.device.type == "cpu" and m and b.shape[0] and k >= 2 and int_mm_is_exact():
+        return torch._int_mm(a, b.T)
+    return _chunked_matmul(a, b)
+
+
+#: 128 · 128 · 1024 = 2**24: below it every partial sum of int8 products is an exact float32.
+EXACT_FP32_K = 1024
+
+
+def _chunked_matmul(a: Tensor, b: Tensor) -> Tensor:
+    acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
+    for k in range(0, a.shape[1], EXACT_FP32_K):
+        part = slice(k, k + EXACT_FP32_K)
+        # int8 is exact in TF32 and bfloat16 too, so no precision setting of torch can change this
+        acc += (a[:, part].to(torch.float32) @ b[:, part].to(torch.float32).T).to(torch.int32)
+    return acc
+
+
+@functools.cache
+def int_mm_is_exact() -> bool:
+    """Whether torch._int_mm gives exact products here: without VNNI it saturates int16 pairs.
+
+    Asked once a process: all ±127, and random codes, against the float32 chunks.
+    """
+    gen = torch.Generator().manual_seed(0)
+    for m, n, k in ((17, 33, 64), (32, 64, 2048), (1, 16, 15)):
+        sign = torch.randint(0, 2, (m, k), generator=gen) * 2 - 1
+        cases = (
+            (torch.full((m, k), 127), torch.full((n, k), 127)),
+            (torch.full((m, k), -127), torch.full((n, k), 127)),
+            (sign * 127, torch.full((n, k), 127)),
+            tuple(torch.randint(-128, 128, (rows, k), generator=gen) for rows in (m, n)),
+        )
+        for case in cases:
+            a, b = (t.to(torch.int8) for t in case)
+            try:
+                if not torch.equal(torch._int_mm(a, b.T), _chunked_matmul(a, b)):
+                    return False
+            except RuntimeError:
+                return False
+    return True
