@@ -149,10 +149,7 @@ class Rotation:
             return NotImplemented
         if self._key() != other._key():
             return False
-        return all(
-            a is b or (a is not None and b is not None and a.device == b.device and torch.equal(a, b))
-            for a, b in ((self.signs, other.signs), (self.matrix, other.matrix))
-        )
+        return _same(self.signs, other.signs) and _same(self.matrix, other.matrix)
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -218,6 +215,12 @@ class Rotation:
             h = torch.kron(torch.tensor(base, dtype=torch.float64), h)
         h = h / math.sqrt(self.group)
         return h if self.signs is None else self.signs.to("cpu", torch.float64)[:, None] * h
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or (a.device == b.device and torch.equal(a, b))
 
 
 NONE = Rotation("none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,15 @@ class RotatedLinear(nn.Module):
         device, dtype: of the empty parameters; ``dtype`` is the bias's and the nominal weight's.
     """
 
-    _PARAMETERS: ClassVar[tuple[str, ...]] = ("codes", "scales", "global_scale", "signs", "matrix")
+    codes: nn.Parameter
+    scales: nn.Parameter
+    global_scale: nn.Parameter | None
+    input_global_scale: nn.Parameter | None
+    signs: nn.Parameter | None
+    matrix: nn.Parameter | None
+    bias: nn.Parameter | None
+    nominal: Tensor
+    contract: Tensor
 
     def __init__(
         self,

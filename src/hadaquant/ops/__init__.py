@@ -66,11 +66,11 @@ def quantize(
     f, r = get_format(format), parse(rotation).to(x.device)
     args = (r.spec, r.signs, r.matrix)
     check_backend(backend)
-    if isinstance(global_scale, (int, float)):
+    if isinstance(global_scale, Tensor):
+        global_scale = global_scale.to(x.device).reshape(())
+    elif global_scale is not None:
         check_global_number(global_scale)
         global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
-    if global_scale is not None:
-        global_scale = global_scale.to(x.device).reshape(())
     elif f.has_global_scale:
         global_scale = global_scale_of(torch.ops.hadaquant.amax(x, *args, backend))
     codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, global_scale, scale_layout, backend)

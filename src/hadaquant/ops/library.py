@@ -169,7 +169,10 @@ def _(codes, scales, global_scale, format, rotation, signs, matrix, scale_layout
 # ---- scaled_mm ----------------------------------------------------------------------------------
 
 
-def _check_operands(x, w, bias: Tensor | None, f: Format) -> None:
+_Operand = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _check_operands(x: _Operand, w: _Operand, bias: Tensor | None, f: Format) -> None:
     k = checks.check_codes("x", *x, f)
     if w[0].dim() != 2:
         raise checks.ShapeError(what="w codes", found=tuple(w[0].shape), expected="[N, K]", fix="give a matrix")
