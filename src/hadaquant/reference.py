@@ -116,7 +116,7 @@ def divisor(scales: Tensor, format: Format, global_scale: Tensor | None) -> Tens
 
 def encode(y: Tensor, divisor: Tensor, format: Format) -> Tensor:
     """Codes of y / divisor. A NaN divisor marks a block that holds NaN or Inf: its codes are 0."""
-    return format.element.encode(y / divisor)
+    return format.element.encode(y / divisor, y < 0)
 
 
 def _blocks(y: Tensor, format: Format) -> Tensor:

@@ -38,21 +38,23 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return fp32_bits(x) & 0x7FFFFFFF
 
 
-def encode_e2m1(q: Tensor) -> Tensor:
+def encode_e2m1(q: Tensor, negative: Tensor) -> Tensor:
     """Nearest E2M1 code of float32 ``q``, ties to the even code, saturating at 6. uint8 0..15.
 
-    The three segments (steps 0.5, 1 and 2) are rounded one by one; the sign bit is set iff
-    ``q < 0``; NaN gives code 0.
+    The three segments (steps 0.5, 1 and 2) are rounded one by one. The sign bit is ``negative``,
+    which says whether the number is below zero even where its quotient ``q`` underflows to -0.0.
+    NaN gives code 0.
 
-    >>> encode_e2m1(torch.tensor([0.25, 0.75, -2.5, 3.5, 5.0, 9.0])).tolist()
+    >>> q = torch.tensor([0.25, 0.75, -2.5, 3.5, 5.0, 9.0])
+    >>> encode_e2m1(q, q < 0).tolist()
     [0, 2, 12, 6, 6, 7]
     """
-    q = q.nan_to_num(nan=0.0)
-    a = q.abs()
+    negative = negative & ~torch.isnan(q)
+    a = q.nan_to_num(nan=0.0).abs_()
     code = a.clamp(max=2.0).mul_(2.0).round_()
     code += (a - 2.0).clamp_(0.0, 2.0).round_()
     code += (a - 4.0).clamp_(0.0, 2.0).mul_(0.5).round_()
-    return code.to(torch.uint8) | ((q < 0).to(torch.uint8) << 3)
+    return code.to(torch.uint8) | (negative.to(torch.uint8) << 3)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
@@ -60,10 +62,13 @@ def decode_e2m1(codes: Tensor) -> Tensor:
     return torch.tensor(E2M1.values, dtype=torch.float32, device=codes.device)[codes.long()]
 
 
-def encode_int8(q: Tensor) -> Tensor:
+def encode_int8(q: Tensor, negative: Tensor) -> Tensor:
     """Nearest integer of float32 ``q``, ties to even, clamped to -127..127. int8; NaN gives 0.
 
-    >>> encode_int8(torch.tensor([0.5, 1.5, -2.5, 126.5, 400.0])).tolist()
+    ``negative`` is not needed: an integer has one zero.
+
+    >>> q = torch.tensor([0.5, 1.5, -2.5, 126.5, 400.0])
+    >>> encode_int8(q, q < 0).tolist()
     [0, 2, -2, 126, 127]
     """
     return q.nan_to_num(nan=0.0).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
@@ -119,14 +124,17 @@ def decode_e8m0(byte: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Element:
-    """A number type for the elements: its width, largest value and codec."""
+    """A number type for the elements: its width, largest value and codec.
+
+    ``encode(q, negative)``: the code of a quotient q whose numerator is below zero where ``negative``.
+    """
 
     name: str
     bits: int
     max: float
     codes_dtype: torch.dtype
     values: tuple[float, ...]
-    encode: Callable[[Tensor], Tensor]
+    encode: Callable[[Tensor, Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
 
     @property

@@ -230,13 +230,24 @@ class RotatedLinear(nn.Module):
 
         return super()._apply(keep_bits, recurse)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         stored = state_dict.get(prefix + "contract")
         if stored is not None:
             name = prefix.removesuffix(".") or type(self).__name__
             mine = Contract.of(self.format, self.rotation, (self.out_features, self.in_features))
             mine.check_same(Contract.from_tensor(stored, name), name)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

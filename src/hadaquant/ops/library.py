@@ -14,6 +14,7 @@ An op's name holds no format. A rotation travels as its spec and its tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -46,10 +47,11 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
     return torch.library.register_fake(f"hadaquant::{name}", lib=_library)
 
 
-def _kernels():
-    from hadaquant.kernels import launch
+def _kernels() -> ModuleType:
+    """The kernels, imported when a plan first needs one, since they import Triton."""
+    from hadaquant import kernels
 
-    return launch
+    return kernels
 
 
 # ---- rotate -------------------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""Products of two quantized matrices: x [M, K] · w [N, K]ᵀ, scales and bias in the epilogue.
+
+``int8_mm`` is exact: int32 sums, then ((acc · sx) · sw) + bias in float32, each step rounded.
+``fp4_mm`` decodes code · block scale to bfloat16, which holds it exactly, and multiplies on the
+bfloat16 units into float32, for hardware without FP4 units. Both take any M, N, K.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hadaquant.formats import Format
+from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0
+from hadaquant.kernels.runtime import OPTIONS, on, placeholder
+from hadaquant.ops.plan import interpreting
+
+
+@triton.jit
+def _tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
+    """Rows and columns of this program's tile; GROUP_M tile rows at a time, for reuse in the L2 cache."""
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    width = GROUP_M * tiles_n
+    first = (pid // width) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    m = first + (pid % width) % height
+    n = (pid % width) // height
+    return m.to(tl.int64) * BM + tl.arange(0, BM), n.to(tl.int64) * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def int8_mm_kernel(
+    x_ptr, sx_ptr, w_ptr, sw_ptr, bias_ptr, y_ptr, M, N, K,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile_of(M, N, BM, BN, GROUP_M)
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.int32)
+    for start in range(0, K, BK):
+        inside = start + k < K
+        x = tl.load(
+            x_ptr + row[:, None] * K + (start + k)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0
+        )
+        w = tl.load(
+            w_ptr + column[None, :] * K + (start + k)[:, None], mask=(column < N)[None, :] & inside[:, None], other=0
+        )
+        acc = tl.dot(x, w, acc, out_dtype=tl.int32)
+    sx = tl.load(sx_ptr + row, mask=row < M, other=0.0)
+    sw = tl.load(sw_ptr + column, mask=column < N, other=0.0)
+    y = (acc.to(tl.float32) * sx[:, None]) * sw[None, :]
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    tl.store(y_ptr + row[:, None] * N + column[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode_tile(
+    codes_ptr, scales_ptr, row, rows, start, K,
+    BR: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """[BR, BK] of code · block scale, in the dtype of the product."""
+    byte = start // 2 + tl.arange(0, BK // 2)
+    mask = (row < rows)[:, None] & (byte < K // 2)[None, :]
+    packed = tl.load(codes_ptr + row[:, None] * (K // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
+    values = tl.reshape(tl.join(decode_e2m1(packed & 15), decode_e2m1(packed >> 4)), (BR, BK // BLOCK, BLOCK))
+    block = start // BLOCK + tl.arange(0, BK // BLOCK)
+    mask = (row < rows)[:, None] & (block < K // BLOCK)[None, :]
+    stored = tl.load(scales_ptr + row[:, None] * (K // BLOCK) + block[None, :], mask=mask, other=0).to(tl.int32)
+    if RULE == "e4m3_global":
+        scale = decode_e4m3(stored)
+    else:
+        scale = decode_e8m0(stored)
+    return tl.reshape(values * scale[:, :, None], (BR, BK)).to(DOT)
+
+
+@triton.jit
+def fp4_mm_kernel(
+    x_ptr, sx_ptr, gx_ptr, w_ptr, sw_ptr, gw_ptr, bias_ptr, y_ptr, M, N, K,
+    BLOCK: tl.constexpr, RULE: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, DOT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile_of(M, N, BM, BN, GROUP_M)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        x = _decode_tile(x_ptr, sx_ptr, row, M, start, K, BM, BK, BLOCK, RULE, DOT)
+        w = _decode_tile(w_ptr, sw_ptr, column, N, start, K, BN, BK, BLOCK, RULE, DOT)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if HAS_GLOBAL:
+        acc = acc * (tl.load(gx_ptr) * tl.load(gw_ptr))
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    tl.store(y_ptr + row[:, None] * N + column[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def int8_config(m: int) -> dict[str, object]:
+    """Tile of :func:`int8_mm_kernel`: 16 rows at least, which is what matrix units take."""
+    if m <= 32:
+        return {"BM": 16, "BN": 64, "BK": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 4}
+    if m <= 256:
+        return {"BM": 64, "BN": 64, "BK": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
+    return {"BM": 128, "BN": 128, "BK": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4}
+
+
+def fp4_config(m: int, format: Format) -> dict[str, object]:
+    """Tile and compile-time arguments of :func:`fp4_mm_kernel`."""
+    rows = 16 if m <= 32 else 64
+    return {
+        "BLOCK": format.block,
+        "RULE": format.scale.name,
+        "HAS_GLOBAL": format.has_global_scale,
+        "BM": rows,
+        "BN": 64,
+        "BK": 64,
+        "GROUP_M": 8,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+def scaled_mm(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    x_global: Tensor | None,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    w_global: Tensor | None,
+    format: Format,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """[M, N] as ``reference.scaled_mm``: int8 the same bits, FP4 but for the order of sums."""
+    m, n, k = x_codes.shape[0], w_codes.shape[0], format.k_of(x_codes.shape[1])
+    y = torch.empty(m, n, dtype=out_dtype, device=x_codes.device)
+    operands = [t.contiguous() for t in (x_codes, x_scales, w_codes, w_scales)]
+    x, sx, w, sw = operands
+    has_bias = bias is not None
+    b = bias.contiguous() if bias is not None else placeholder(x)
+    with on(x.device):
+        if format.block is None:
+            config = int8_config(m)
+            grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+            int8_mm_kernel[grid](x, sx, w, sw, b, y, m, n, k, HAS_BIAS=has_bias, **config, **OPTIONS)
+        else:
+            config = fp4_config(m, format)
+            grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+            gx = x_global if x_global is not None else placeholder(x)
+            gw = w_global if w_global is not None else placeholder(x)
+            # the interpreter's bfloat16 is not the hardware's; the values are exact in either
+            dot = tl.float32 if interpreting() else tl.bfloat16
+            fp4_mm_kernel[grid](
+                x, sx, gx, w, sw, gw, b, y, m, n, k, HAS_BIAS=has_bias, DOT=dot, **config, **OPTIONS
+            )
+    return y
