@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import hadaquant
-from hadaquant.cli import explain
+from hadaquant.cli import explain, study
 from hadaquant.errors import HadaquantError
 
 
@@ -64,3 +64,4 @@ def _main(
 
 
 app.command("explain")(explain.explain)
+app.command("study")(study.study)

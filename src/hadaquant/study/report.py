@@ -1,0 +1,88 @@
+"""Rows of a study as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hadaquant.errors import CheckpointError
+from hadaquant.study.cases import Case
+from hadaquant.study.metrics import MARGIN_DB
+from hadaquant.study.sweep import Row
+
+_COLOURS = {"yes": "green", "no": "red", "no difference": "dim"}
+
+
+def console_for(table: Table) -> Console:
+    """A console that shows the table unbroken, unless it is a terminal, whose width is what it is."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    return console
+
+
+def coloured(verdict: str) -> str:
+    """A verdict in rich markup."""
+    return f"[{_COLOURS[verdict]}]{verdict}[/]"
+
+
+def error_table(rows: Iterable[Row], cases: Iterable[Case]) -> Table:
+    """One table of all rows, a section for each case; ``cases`` say how each was drawn."""
+    notes = [
+        "Errors are ‖x − x̂‖ / ‖x‖, over all channels and over those that are no outliers. "
+        f"A rotation helps when the SQNR rises by more than {MARGIN_DB} dB.",
+        *(f"{case.name}: {case.origin}." for case in cases),
+    ]
+    table = Table(
+        title="Quantization error, plain → rotated",
+        box=box.SIMPLE_HEAD,
+        caption="\n".join(notes),
+        caption_justify="left",
+    )
+    for heading in ("format", "rotation"):
+        table.add_column(heading)
+    for heading in ("error", "quiet channels", "SQNR dB", "code + scale bytes"):
+        table.add_column(heading, justify="right")
+    table.add_column("rotation helps")
+    for name, section in groupby(rows, key=lambda row: row.case):
+        table.add_section()
+        table.add_row(f"[bold]{name}[/]")
+        for row in section:
+            table.add_row(
+                row.format,
+                row.rotation,
+                f"{row.plain_error:.4f} → {row.rotated_error:.4f}",
+                "" if row.plain_quiet is None else f"{row.plain_quiet:.4f} → {row.rotated_quiet:.4f}",
+                f"{row.plain_db:.1f} → {row.rotated_db:.1f}",
+                f"{row.code_bytes} + {row.scale_bytes}",
+                coloured(row.helps),
+            )
+    return table
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as JSON; numbers that JSON lacks (inf, NaN) become null.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(path=path, rule=error.strerror or str(error), fix="give a file in a folder") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

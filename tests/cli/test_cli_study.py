@@ -1,0 +1,47 @@
+"""hadaquant study."""
+
+import json
+
+from typer.testing import CliRunner
+
+from hadaquant.cli import app
+from hadaquant.study import all_cases
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["study", *args])
+
+
+def test_a6_a7_digits_in_the_table():
+    result = run("--format", "nvfp4", "--rotation", "sylvester:16", "--case", "outlier-channels", "--case", "gaussian")
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines() if "sylvester:16" in line]
+    assert lines == [
+        "nvfp4 sylvester:16 0.0902 → 0.1155 0.3942 → 0.4973 20.9 → 18.7 8192 + 1024 no".split(),
+        "nvfp4 sylvester:16 0.0952 → 0.0948 20.4 → 20.5 8192 + 1024 no difference".split(),
+    ]
+
+
+def test_everything_as_json(tmp_path):
+    path = tmp_path / "study.json"
+    assert run("--json", str(path)).exit_code == 0
+    content = json.loads(path.read_text())
+    cases = {case.name: case for case in all_cases()}
+    assert list(content["cases"]) == list(cases)
+    assert len(content["rows"]) == 5 * sum(len(case.rotations) for case in cases.values())
+    demo = next(row for row in content["rows"] if row["rotation"] == "sylvester:16")
+    assert (demo["case"], demo["format"], demo["helps"]) == ("outlier-channels", "nvfp4", "no")
+    assert f"{demo['plain_error']:.4f} {demo['rotated_error']:.4f}" == "0.0902 0.1155"
+    assert {row["helps"] for row in content["rows"]} == {"yes", "no", "no difference"}
+
+
+def test_mistakes_are_one_line(tmp_path):
+    for args, words in (
+        (["--case", "cauchy"], "unknown case 'cauchy': choose one of outlier-channels"),
+        (["--format", "fp3"], "unknown format 'fp3'"),
+        (["--rotation", "regular:256", "--case", "gaussian"], "K=64 is not a multiple of the group 256"),
+        (["--case", "laplace", "--json", str(tmp_path / "none" / "x.json")], "No such file or directory"),
+    ):
+        result = run(*args)
+        assert result.exit_code == 1
+        assert words in " ".join(result.stderr.split())
