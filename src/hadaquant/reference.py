@@ -141,11 +141,12 @@ def decode(
 ) -> Tensor:
     """float32 values [..., K] in the rotated basis: RN(code · multiplier)."""
     unpacked = layout.unpack_nibbles(codes) if format.element.packed else codes
-    k = unpacked.shape[-1]
+    k, rows = unpacked.shape[-1], unpacked[..., 0].numel()
+    blocks = format.blocks(k)
     if scale_layout == "tiled":
-        scales = layout.untile_scales(scales, unpacked.numel() // k, format.blocks(k))
-    m = format.scale.multiplier(scales.reshape(-1, format.blocks(k)), global_scale)
-    values = format.element.decode(unpacked).view(m.shape[0], m.shape[1], -1)
+        scales = layout.untile_scales(scales, rows, blocks)
+    m = format.scale.multiplier(scales.reshape(rows, blocks), global_scale)
+    values = format.element.decode(unpacked).view(rows, blocks, k // blocks)
     return (values * m.unsqueeze(-1)).view(unpacked.shape)
 
 

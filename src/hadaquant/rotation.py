@@ -27,6 +27,9 @@ Kind = Literal["none", "sylvester", "regular", "matrix"]
 KINDS: tuple[str, ...] = ("none", "sylvester", "regular", "matrix")
 MAX_GROUP = 4096
 
+#: Sides of a matrix that a kernel multiplies its own tile by; others are rotated by a kernel of their own.
+FUSED_MATRIX_GROUPS = (16, 32, 64, 128, 256)
+
 #: Largest entry of |R Rᵀ - I| that still counts as orthonormal: far above the rounding of a float32
 #: matrix, far below any error that quantization would hide.
 ORTHONORMAL_TOLERANCE = 1e-5

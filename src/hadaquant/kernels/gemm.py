@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.formats import Format
-from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0
+from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
 from hadaquant.kernels.runtime import OPTIONS, on, placeholder
-from hadaquant.ops.plan import interpreting
 
 
 @triton.jit
@@ -39,9 +38,7 @@ def int8_mm_kernel(
     acc = tl.zeros((BM, BN), tl.int32)
     for start in range(0, K, BK):
         inside = start + k < K
-        x = tl.load(
-            x_ptr + row[:, None] * K + (start + k)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0
-        )
+        x = tl.load(x_ptr + row[:, None] * K + (start + k)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0)
         w = tl.load(
             w_ptr + column[None, :] * K + (start + k)[:, None], mask=(column < N)[None, :] & inside[:, None], other=0
         )
@@ -50,9 +47,9 @@ def int8_mm_kernel(
     sw = tl.load(sw_ptr + column, mask=column < N, other=0.0)
     y = (acc.to(tl.float32) * sx[:, None]) * sw[None, :]
     if HAS_BIAS:
-        y = y + tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        y = y + widen(tl.load(bias_ptr + column, mask=column < N, other=0.0))[None, :]
     mask = (row < M)[:, None] & (column < N)[None, :]
-    tl.store(y_ptr + row[:, None] * N + column[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row[:, None] * N + column[None, :], narrow(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -90,9 +87,9 @@ def fp4_mm_kernel(
     if HAS_GLOBAL:
         acc = acc * (tl.load(gx_ptr) * tl.load(gw_ptr))
     if HAS_BIAS:
-        acc = acc + tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        acc = acc + widen(tl.load(bias_ptr + column, mask=column < N, other=0.0))[None, :]
     mask = (row < M)[:, None] & (column < N)[None, :]
-    tl.store(y_ptr + row[:, None] * N + column[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row[:, None] * N + column[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=mask)
 
 
 def int8_config(m: int) -> dict[str, object]:
@@ -149,8 +146,6 @@ def scaled_mm(
             gx = x_global if x_global is not None else placeholder(x)
             gw = w_global if w_global is not None else placeholder(x)
             # the interpreter's bfloat16 is not the hardware's; the values are exact in either
-            dot = tl.float32 if interpreting() else tl.bfloat16
-            fp4_mm_kernel[grid](
-                x, sx, gx, w, sw, gw, b, y, m, n, k, HAS_BIAS=has_bias, DOT=dot, **config, **OPTIONS
-            )
+            dot = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+            fp4_mm_kernel[grid](x, sx, gx, w, sw, gw, b, y, m, n, k, HAS_BIAS=has_bias, DOT=dot, **config, **OPTIONS)
     return y

@@ -7,6 +7,7 @@ registers, in the order of ``rotation.stages``; a matrix is multiplied in float3
 import triton
 import triton.language as tl
 
+from hadaquant.kernels.numerics import widen
 from hadaquant.rotation import Rotation, norm, stages
 
 
@@ -110,10 +111,10 @@ def load_rotated(
                 b = tl.load(matrix_ptr + out[None, :] * GROUP + (k + part)[:, None])
             else:
                 b = tl.load(matrix_ptr + (k + part)[:, None] * GROUP + out[None, :])
-            acc = tl.dot(a.to(tl.float32), b, acc, input_precision="ieee")
+            acc = tl.dot(widen(a), b, acc, input_precision="ieee")
         return tl.reshape(acc, (ROWS, WIDTH))
     else:
-        v = tl.load(x_ptr + start[:, None] + columns[None, :], mask=valid, other=0.0).to(tl.float32)
+        v = widen(tl.load(x_ptr + start[:, None] + columns[None, :], mask=valid, other=0.0))
         if KIND != "none":
             GROUPS: tl.constexpr = ROWS * (WIDTH // GROUP)
             v = tl.reshape(v, (GROUPS, GROUP))

@@ -19,6 +19,8 @@ INT8_AMAX_FLOOR = tl.constexpr(scales.INT8_AMAX_FLOOR)
 FP32_INF_BITS = tl.constexpr(elements.FP32_INF_BITS)
 FP32_NAN_BITS = tl.constexpr(elements.FP32_NAN_BITS)
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 #: Adding it to |x| < 2**22 leaves RNE(x) in the low mantissa bits, also for negative x.
 ROUND = tl.constexpr(1.5 * 2.0**23)
 ROUND_BITS = tl.constexpr(0x4B400000)
@@ -34,6 +36,27 @@ def bits(x):
 @triton.jit
 def from_bits(i):
     return i.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen(x):
+    """A loaded float of any dtype as float32, exact. bfloat16 is the upper half of a float32: moving
+    bits is one instruction, and right for subnormals, which the interpreter's own conversion is not."""
+    if x.dtype == tl.bfloat16:
+        return from_bits(x.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(y, DTYPE: tl.constexpr):
+    """float32 rounded to DTYPE, ties to even. The interpreter's own conversion to bfloat16 truncates."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        b = bits(y)
+        rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+        return tl.where(y == y, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return y.to(DTYPE)
 
 
 @triton.jit

@@ -9,11 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.kernels.hadamard import constants, load_rotated
-from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits
+from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, widen
 from hadaquant.kernels.quantize import MATRIX_TILE, TILE
 from hadaquant.kernels.runtime import OPTIONS, on, placeholder
-from hadaquant.ops.plan import FUSED_MATRIX_GROUPS
-from hadaquant.rotation import Rotation
+from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def rotate_by_any_matrix_kernel(
     for k in range(0, group, STEP):
         part = k + tl.arange(0, STEP)
         a_mask = (row < groups)[:, None] & (part < group)[None, :]
-        a = tl.load(x_ptr + row[:, None] * group + part[None, :], mask=a_mask, other=0.0).to(tl.float32)
+        a = widen(tl.load(x_ptr + row[:, None] * group + part[None, :], mask=a_mask, other=0.0))
         b_mask = (part < group)[:, None] & (column < group)[None, :]
         if INVERSE:
             b = tl.load(matrix_ptr + column[None, :] * group + part[:, None], mask=b_mask, other=0.0)

@@ -14,7 +14,6 @@ An op's name holds no format. A rotation travels as its spec and its tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -47,13 +46,6 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
     return torch.library.register_fake(f"hadaquant::{name}", lib=_library)
 
 
-def _kernels() -> ModuleType:
-    """The kernels, imported when a plan first needs one, since they import Triton."""
-    from hadaquant import kernels
-
-    return kernels
-
-
 # ---- rotate -------------------------------------------------------------------------------------
 
 
@@ -72,7 +64,9 @@ def _rotate(
     if plan.kernel == "reference" or x.numel() == 0:
         y = reference.rotate(x, r, inverse)
         return y.clone() if y is x else y
-    return _kernels().rotate(x, r, inverse)
+    from hadaquant.kernels.rotate import rotate
+
+    return rotate(x, r, inverse)
 
 
 @_fake("rotate")
@@ -90,7 +84,9 @@ def _amax(x: Tensor, rotation: str, signs: Tensor | None, matrix: Tensor | None,
     checks.check_input(x, None, r)
     if _rotate_plan(x, r, backend).kernel == "reference" or x.numel() == 0:
         return reference.amax(x, r)
-    return _kernels().amax(x, r)
+    from hadaquant.kernels.rotate import amax
+
+    return amax(x, r)
 
 
 @_fake("amax")
@@ -128,9 +124,12 @@ def _quantize(
     plan = tell(plan_quantize(f, r, target_of(x.device), backend))
     if plan.kernel == "reference" or x.numel() == 0:
         return reference.quantize(x, f, r, global_scale, scale_layout)
+    from hadaquant.kernels.quantize import quantize
+    from hadaquant.kernels.rotate import rotate
+
     if plan.kernel.startswith("rotate+"):
-        x, r = _kernels().rotate(x, r, False), NONE
-    return _kernels().quantize(x, f, r, global_scale, scale_layout)
+        x, r = rotate(x, r, False), NONE
+    return quantize(x, f, r, global_scale, scale_layout)
 
 
 @_fake("quantize")
@@ -212,8 +211,11 @@ def _scaled_mm(
     if x2.shape[0] == 0 or w_codes.shape[0] == 0:
         return torch.empty((*lead, w_codes.shape[0]), dtype=out_dtype, device=x_codes.device)
     plan = tell(plan_scaled_mm(f, target_of(x_codes.device), backend))
-    run = reference.scaled_mm if plan.kernel == "reference" else _kernels().scaled_mm
-    return run(x2, s2, x_global, *w, f, bias, out_dtype).view(*lead, w_codes.shape[0])
+    if plan.kernel == "reference":
+        from hadaquant.reference import scaled_mm
+    else:
+        from hadaquant.kernels.gemm import scaled_mm
+    return scaled_mm(x2, s2, x_global, *w, f, bias, out_dtype).view(*lead, w_codes.shape[0])
 
 
 @_fake("scaled_mm")

@@ -15,12 +15,9 @@ from hadaquant.formats import Format, get_format
 from hadaquant.formats.elements import INT8_MAX
 from hadaquant.ops.options import resolve_backend
 from hadaquant.ops.target import TARGETS, Target, get_target
-from hadaquant.rotation import Rotation, parse
+from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation, parse
 
 log = logging.getLogger("hadaquant")
-
-#: Sides of a ``matrix`` rotation that the fused kernel multiplies by; others are rotated first.
-FUSED_MATRIX_GROUPS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, kw_only=True)

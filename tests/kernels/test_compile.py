@@ -1,0 +1,102 @@
+"""Every kernel compiles ahead of time for every target, within consumer shared memory, without spills."""
+
+import pytest
+import torch
+
+from hadaquant.formats import get_format
+from hadaquant.ops.plan import interpreting
+from hadaquant.rotation import Rotation, parse
+
+if interpreting():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from hadaquant.kernels import gemm, quantize, rotate
+from hadaquant.kernels.runtime import OPTIONS
+
+from .compiling import SHARED_LIMIT, TARGETS, compile_for
+
+ROTATIONS = ("none", "sylvester:16", "sylvester:128", "regular:256", "sylvester:4096", "matrix:16", "matrix:256")
+
+
+def rotation_of(spec: str) -> Rotation:
+    if spec.startswith("matrix"):
+        return Rotation("matrix", matrix=torch.eye(int(spec.partition(":")[2])))
+    if spec == "regular:256":
+        return Rotation("regular", 256, signs=torch.ones(256))
+    return parse(spec)
+
+
+def check(usage, target: str) -> None:
+    assert usage.shared <= SHARED_LIMIT, f"{usage.shared} bytes of shared memory on {target}"
+    assert usage.spills == 0, f"{usage.spills} bytes of spills on {target}"
+
+
+def pointers(format: str, x: str = "*bf16") -> dict[str, str]:
+    packed = get_format(format).element.packed
+    return {
+        "x_ptr": x,
+        "codes_ptr": "*u8" if packed else "*i8",
+        "scales_ptr": "*u8" if packed else "*fp32",
+        "global_ptr": "*fp32",
+        "signs_ptr": "*fp32",
+        "matrix_ptr": "*fp32",
+        "y_ptr": "*fp32",
+        "amax_ptr": "*i32",
+    }
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_quantize_blocks(target, rotation):
+    for format, tiled in (("nvfp4", True), ("mxfp4-even", False)):
+        config = quantize.block_config(get_format(format), rotation_of(rotation))
+        arguments = {**config, "TILED": tiled, **OPTIONS}
+        check(compile_for(quantize.quantize_blocks_kernel, pointers(format), arguments, target), target)
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_quantize_rows(target, rotation):
+    for k in (3072, 32768):
+        arguments = {**quantize.row_config(get_format("int8"), rotation_of(rotation), k), **OPTIONS}
+        check(compile_for(quantize.quantize_rows_kernel, pointers("int8"), arguments, target), target)
+
+
+@pytest.mark.parametrize("x", ["*fp32", "*fp16"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942"])
+def test_quantize_other_inputs(target, x):
+    r = parse("regular:64")
+    blocks = {**quantize.block_config(get_format("nvfp4"), r), "TILED": False, **OPTIONS}
+    check(compile_for(quantize.quantize_blocks_kernel, pointers("nvfp4", x), blocks, target), target)
+    rows = {**quantize.row_config(get_format("int8"), r, 4096), **OPTIONS}
+    check(compile_for(quantize.quantize_rows_kernel, pointers("int8", x), rows, target), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rotate_and_amax(target):
+    for spec in ("sylvester:16", "regular:256", "matrix:64"):
+        config = rotate.unit_config(rotation_of(spec))
+        check(compile_for(rotate.amax_kernel, pointers("nvfp4"), {**config, **OPTIONS}, target), target)
+        arguments = {**config, "INVERSE": False, **OPTIONS}
+        check(compile_for(rotate.rotate_kernel, pointers("nvfp4"), arguments, target), target)
+    arguments = {"INVERSE": False, "ROWS": 32, "COLS": 32, **OPTIONS}
+    check(compile_for(rotate.rotate_by_any_matrix_kernel, pointers("nvfp4"), arguments, target), target)
+
+
+@pytest.mark.parametrize("m", [1, 128, 4096])
+@pytest.mark.parametrize("target", TARGETS)
+def test_products(target, m):
+    int8 = {"x_ptr": "*i8", "w_ptr": "*i8", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    arguments = {**gemm.int8_config(m), "HAS_BIAS": True, **OPTIONS}
+    check(compile_for(gemm.int8_mm_kernel, int8, arguments, target), target)
+    fp4 = {
+        **int8,
+        "x_ptr": "*u8",
+        "w_ptr": "*u8",
+        "sx_ptr": "*u8",
+        "sw_ptr": "*u8",
+        "gx_ptr": "*fp32",
+        "gw_ptr": "*fp32",
+    }
+    arguments = {**gemm.fp4_config(m, get_format("nvfp4")), "HAS_BIAS": True, "DOT": gemm.tl.bfloat16, **OPTIONS}
+    check(compile_for(gemm.fp4_mm_kernel, fp4, arguments, target), target)
