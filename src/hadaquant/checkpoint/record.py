@@ -1,0 +1,97 @@
+"""What a quantized checkpoint says of itself, in each file's header and in config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hadaquant.contract import Contract
+from hadaquant.errors import CheckpointError
+
+#: The key of a safetensors header's metadata, and the ``quant_method`` of a config.json.
+METADATA_KEY = "hadaquant"
+
+#: Version of the record's own fields. A reader refuses a newer one.
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """How a checkpoint, or one file of it, was made.
+
+    Attributes:
+        tool: version of hadaquant that wrote it.
+        layout: name of the layout, such as ``native``.
+        layers: contract of each quantized layer.
+        kept: why each other layer was kept.
+        tied: names of tensors that are stored under another name.
+        source: the path as the user typed it; None for a model saved from memory.
+        format, rotation, skip: what was asked for; None for a model saved from memory.
+    """
+
+    tool: str
+    layout: str
+    layers: dict[str, Contract]
+    kept: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    source: str | None = None
+    format: str | None = None
+    rotation: str | None = None
+    skip: tuple[str, ...] | None = None
+    version: int = RECORD_VERSION
+
+    def of_file(self, layers: set[str], tensors: set[str]) -> Record:
+        """The part of it that speaks of one file."""
+        return replace(
+            self,
+            layers={name: c for name, c in self.layers.items() if name in layers},
+            kept={name: why for name, why in self.kept.items() if name in tensors or f"{name}.weight" in tensors},
+            tied={alias: name for alias, name in self.tied.items() if name in tensors},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields for JSON."""
+        return {**asdict(self), "layers": {name: contract.to_dict() for name, contract in self.layers.items()}}
+
+    def to_json(self) -> str:
+        """Compact JSON for a header."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":"))
+
+    def to_config(self) -> dict[str, Any]:
+        """The ``quantization_config`` of a config.json."""
+        return {"quant_method": METADATA_KEY, **self.to_dict()}
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> Record:
+        """Inverse of :meth:`to_json`. Raises as :meth:`from_dict`."""
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        return cls.from_dict(fields, path)
+
+    @classmethod
+    def from_dict(cls, fields: Any, path: Path) -> Record:
+        """Inverse of :meth:`to_dict`; ``path`` is where the fields were found.
+
+        Raises:
+            CheckpointError: damaged, or of a newer version.
+            LayerError: a layer's contract is damaged, or of a newer version.
+        """
+        damaged = CheckpointError(path=path, rule=f"its {METADATA_KEY!r} record is damaged", fix="write it again")
+        if not isinstance(fields, dict) or not isinstance(fields.get("version"), int):
+            raise damaged
+        if fields["version"] != RECORD_VERSION:
+            raise CheckpointError(
+                path=path,
+                rule=f"written by hadaquant {fields.get('tool')} in version {fields['version']} of the file layout, "
+                f"this library reads {RECORD_VERSION}",
+                fix="upgrade hadaquant",
+            )
+        if set(fields) != set(cls.__dataclass_fields__) or not isinstance(fields["layers"], dict):
+            raise damaged
+        layers = {name: Contract.from_dict(contract, name) for name, contract in fields["layers"].items()}
+        skip = fields["skip"]
+        return cls(**{**fields, "layers": layers, "skip": None if skip is None else tuple(skip)})
