@@ -17,7 +17,7 @@ from hadaquant.rotation import Rotation, parse
 FilterFn = Callable[[nn.Module, str], bool]
 
 #: These read their linears' weights themselves, in a fused path that knows only plain weights.
-_READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+READ_WEIGHTS_THEMSELVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def quantize_(
@@ -108,7 +108,7 @@ def _kept_reason(
         return f"matches skip pattern {pattern!r}"
     if filter_fn is not None and not filter_fn(linear, name):
         return "filter_fn says no"
-    if isinstance(parent, _READ_WEIGHTS_THEMSELVES):
+    if isinstance(parent, READ_WEIGHTS_THEMSELVES):
         return f"its parent {type(parent).__name__} reads the weight itself"
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__}, a subclass of nn.Linear, may use its weight in its own way"
