@@ -4,6 +4,8 @@ y = x · Wᵀ = (x·R)(W·R)ᵀ, R a block-diagonal Hadamard or any orthonormal 
 rotated and quantized offline, activations in one kernel before a low-bit matrix product.
 """
 
+from hadaquant._version import __version__
+from hadaquant.checkpoint import CheckpointReport, load, quantize_checkpoint, save
 from hadaquant.errors import HadaquantError
 from hadaquant.formats import FORMATS, Format, get_format
 from hadaquant.nn import InputGroup, Report, RotatedLinear, quantize_, share_input
@@ -12,10 +14,9 @@ from hadaquant.ops.options import set_backend
 from hadaquant.rotation import Rotation
 from hadaquant.tensor import QuantizedTensor
 
-__version__ = "0.1.0"
-
 __all__ = [
     "FORMATS",
+    "CheckpointReport",
     "Format",
     "HadaquantError",
     "InputGroup",
@@ -23,11 +24,15 @@ __all__ = [
     "Report",
     "RotatedLinear",
     "Rotation",
+    "__version__",
     "explain",
     "get_format",
+    "load",
     "quantize",
     "quantize_",
+    "quantize_checkpoint",
     "rotate",
+    "save",
     "scaled_mm",
     "set_backend",
     "share_input",

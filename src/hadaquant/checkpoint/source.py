@@ -158,3 +158,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(path=path, rule="not a JSON object", fix=_AGAIN)
     return content
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write readable JSON."""
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
