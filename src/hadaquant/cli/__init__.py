@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import hadaquant
-from hadaquant.cli import explain, study
+from hadaquant.cli import explain, inspect, quantize, study
 from hadaquant.errors import HadaquantError
 
 
@@ -63,5 +63,7 @@ def _main(
     """
 
 
+app.command("quantize")(quantize.quantize)
+app.command("inspect")(inspect.inspect)
 app.command("explain")(explain.explain)
 app.command("study")(study.study)

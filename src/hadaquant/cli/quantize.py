@@ -1,0 +1,122 @@
+"""hadaquant quantize: rotate and quantize the linears of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hadaquant.checkpoint import CheckpointReport, quantize_checkpoint
+from hadaquant.checkpoint.contents import number_free
+from hadaquant.cli.output import console, size
+from hadaquant.errors import CheckpointError
+from hadaquant.nn.select import DEFAULT_SKIP
+
+
+def quantize(
+    source: str = typer.Argument(help="A model folder in the style of Hugging Face, or a .safetensors file."),
+    out: str = typer.Argument(help="What to write; it must not exist. One file if it ends in .safetensors."),
+    format: str = typer.Option(help="int8, nvfp4, mxfp4, mxfp4-ceil or mxfp4-even."),
+    rotation: str = typer.Option(help="none, sylvester:G or regular:G, for example regular:256."),
+    skip: list[str] = typer.Option(
+        list(DEFAULT_SKIP),
+        metavar="PATTERN",
+        help="Layers to keep: whole dotted parts of a name such as layers.0 or mlp.*, or re:REGEX. May be repeated; "
+        "replaces the default.",
+    ),
+    layout: str = typer.Option("native", help="native, or comfy for ComfyUI (int8 with none or regular:G)."),
+    device: str = typer.Option("cpu", help="Where the arithmetic runs: cpu or cuda. The bytes are the same."),
+    json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Write the report there as JSON too."),
+) -> None:
+    """Rotate and quantize the linears of a checkpoint, tensor by tensor.
+
+    Everything else is copied bit for bit. The model is never in memory whole, and OUT appears only when it is
+    complete.
+
+    Example: hadaquant quantize SmolLM2-135M SmolLM2-135M-int8 --format int8 --rotation regular:256
+    """
+    errors = console(stderr=True)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise CheckpointError(path=json_file, rule="its parent folder does not exist", fix="create it first")
+    with (
+        _ending_politely(),
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeRemainingColumn(),
+            console=errors,
+            transient=True,
+            disable=not errors.is_terminal,
+        ) as bar,
+    ):
+        task = bar.add_task("reading")
+
+        def progress(name: str, done: int, total: int) -> None:
+            bar.update(task, description=number_free(name), completed=done, total=total)
+
+        report = quantize_checkpoint(
+            source, out, format, rotation, skip=skip, layout=layout, device=device, progress=progress
+        )
+    show(report, console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for layer in report.quantized:
+        if layer.error is None or layer.error != layer.error:
+            errors.print(f"warning: {layer.name} holds NaN or Inf; so will its outputs", style="yellow", soft_wrap=True)
+
+
+@contextmanager
+def _ending_politely() -> Iterator[None]:
+    """Let a SIGTERM end the block as an interrupt does, so that nothing half-written stays."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def show(report: CheckpointReport, out: Console) -> None:
+    """Print a report: quantized layers with their errors, kept ones with the reasons, sizes."""
+    table = Table(
+        "layer", "shape", "format", "rotation", "size", "error ‖W−Ŵ‖/‖W‖", title="Quantized", title_justify="left"
+    )
+    for layer in report.quantized:
+        table.add_row(
+            layer.name,
+            " × ".join(map(str, layer.shape)),
+            layer.format,
+            f"{layer.rotation} {layer.reason}".strip(),
+            f"{size(layer.bytes_before)} → {size(layer.bytes_after)}",
+            f"{layer.error:.4f}",
+        )
+    out.print(table)
+    kept = Table("layer", "count", "size", "reason", title="Kept", title_justify="left")
+    groups: dict[tuple[str, str], list[int]] = {}
+    for layer in report.kept:
+        groups.setdefault((number_free(layer.name), layer.reason), []).append(layer.bytes_after)
+    for (name, reason), sizes in groups.items():
+        kept.add_row(name, str(len(sizes)), size(sum(sizes)), reason)
+    out.print(kept)
+    errors = [layer.error for layer in report.quantized if layer.error is not None]
+    before, after = report.file_bytes_before, report.file_bytes_after
+    out.print(f"Linears were recognized by {report.linears}.")
+    if report.left_out:
+        out.print(f"Weights in other files were left out: {', '.join(report.left_out)}", style="yellow")
+    out.print(
+        f"{len(report.quantized)} layers quantized, {len(report.kept)} kept; largest error {max(errors):.4f}; "
+        f"{size(before)} → {size(after)} ({after / before:.0%})",
+        style="bold",
+    )
