@@ -15,7 +15,7 @@ from hadaquant.kernels.runtime import OPTIONS
 
 from .compiling import SHARED_LIMIT, TARGETS, compile_for
 
-ROTATIONS = ("none", "sylvester:16", "sylvester:128", "regular:256", "sylvester:4096", "matrix:16", "matrix:256")
+ROTATIONS = ("none", "sylvester:16", "sylvester:128", "regular:256", "sylvester:4096", "matrix:64", "matrix:256")
 
 
 def rotation_of(spec: str) -> Rotation:

@@ -1,5 +1,7 @@
 """The kernels give the reference's bytes: every format, rotation, dtype, tile, tail and nasty value."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -177,7 +179,7 @@ def neighbours(values: torch.Tensor) -> torch.Tensor:
 def test_element_boundaries_and_their_neighbours(format, device):
     f = get_format(format)
     steps = sorted(set(f.element.values)) if f.element.packed else [v / 2 for v in range(-254, 255)]
-    ties = torch.tensor([(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)])
+    ties = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(steps)])
     block, top = f.block or 512, f.element.max
     for scale in (1.0, 0.9375, 1.125, 3.0):
         x = neighbours(ties * scale)

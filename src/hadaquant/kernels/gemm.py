@@ -5,6 +5,8 @@
 bfloat16 units into float32, for hardware without FP4 units. Both take any M, N, K.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -92,7 +94,7 @@ def fp4_mm_kernel(
     tl.store(y_ptr + row[:, None] * N + column[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=mask)
 
 
-def int8_config(m: int) -> dict[str, object]:
+def int8_config(m: int) -> dict[str, Any]:
     """Tile of :func:`int8_mm_kernel`: 16 rows at least, which is what matrix units take."""
     if m <= 32:
         return {"BM": 16, "BN": 64, "BK": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 4}
@@ -101,7 +103,7 @@ def int8_config(m: int) -> dict[str, object]:
     return {"BM": 128, "BN": 128, "BK": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4}
 
 
-def fp4_config(m: int, format: Format) -> dict[str, object]:
+def fp4_config(m: int, format: Format) -> dict[str, Any]:
     """Tile and compile-time arguments of :func:`fp4_mm_kernel`."""
     rows = 16 if m <= 32 else 64
     return {

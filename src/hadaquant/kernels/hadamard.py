@@ -4,6 +4,8 @@ A tile is a run of whole groups of contiguous elements. The Hadamard kinds are b
 registers, in the order of ``rotation.stages``; a matrix is multiplied in float32, never TF32.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -11,7 +13,7 @@ from hadaquant.kernels.numerics import widen
 from hadaquant.rotation import Rotation, norm, stages
 
 
-def constants(rotation: Rotation) -> dict[str, object]:
+def constants(rotation: Rotation) -> dict[str, Any]:
     """Compile-time arguments that describe a rotation to a kernel."""
     hadamard = rotation.kind in ("sylvester", "regular")
     steps = stages(rotation.group) if hadamard else ()

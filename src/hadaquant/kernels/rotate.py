@@ -3,6 +3,8 @@
 ``rotate`` moves 2 + 4 bytes an element from bfloat16, ``amax`` 2; the roof is device memory.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -91,7 +93,7 @@ def rotate_by_any_matrix_kernel(
     tl.store(y_ptr + row[:, None] * group + column[None, :], acc, mask=mask)
 
 
-def unit_config(rotation: Rotation) -> dict[str, object]:
+def unit_config(rotation: Rotation) -> dict[str, Any]:
     """Compile-time arguments of :func:`rotate_kernel` and :func:`amax_kernel`."""
     if rotation.kind == "matrix":
         return {"ROWS": max(16, MATRIX_TILE // rotation.group), "UNIT": rotation.group, **constants(rotation)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 #: A fused multiply-add rounds once where the contract rounds twice.
-OPTIONS: dict[str, object] = {"enable_fp_fusion": False}
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
