@@ -2,15 +2,19 @@
 
 from hadaquant.study.cases import Case, all_cases, narrow_cases, wide_cases
 from hadaquant.study.metrics import helps, quiet_error, relative_l2, sqnr_db
+from hadaquant.study.perplexity import Gain, Perplexity, perplexity
 from hadaquant.study.sweep import Row, compare, random_orthogonal, sweep
 
 __all__ = [
     "Case",
+    "Gain",
+    "Perplexity",
     "Row",
     "all_cases",
     "compare",
     "helps",
     "narrow_cases",
+    "perplexity",
     "quiet_error",
     "random_orthogonal",
     "relative_l2",

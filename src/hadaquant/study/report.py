@@ -11,11 +11,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hadaquant.errors import CheckpointError
 from hadaquant.study.cases import Case
 from hadaquant.study.metrics import MARGIN_DB
+from hadaquant.study.models import ModelRow
+from hadaquant.study.perplexity import SURE
 from hadaquant.study.sweep import Row
 
 _COLOURS = {"yes": "green", "no": "red", "no difference": "dim"}
@@ -65,6 +68,36 @@ def error_table(rows: Iterable[Row], cases: Iterable[Case]) -> Table:
                 f"{row.code_bytes} + {row.scale_bytes}",
                 coloured(row.helps),
             )
+    return table
+
+
+def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
+    """One table of models, a row each."""
+    table = Table(
+        title=escape(title),
+        box=box.SIMPLE_HEAD,
+        caption="Gain: nats a token against the same format without rotation, ± its standard error. "
+        f"A rotation helps when the gain exceeds {SURE:g} of them.",
+        caption_justify="left",
+    )
+    for heading in ("model", "format", "rotation"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("perplexity", "nll", "weights", "seconds", "tokens/s", "gain"):
+        table.add_column(heading, justify="right")
+    table.add_column("rotation helps")
+    for row in rows:
+        table.add_row(
+            escape(str(row.model)),
+            row.format,
+            row.rotation,
+            f"{row.result.perplexity:.2f}",
+            f"{row.result.nll:.4f}",
+            f"{row.nbytes / 2**20:.1f} MiB",
+            f"{row.result.seconds:.1f}",
+            f"{row.result.tokens_per_second:.0f}",
+            "" if row.gain is None else f"{row.gain.mean:+.4f} ± {row.gain.error:.4f}",
+            "" if row.helps is None else coloured(row.helps),
+        )
     return table
 
 

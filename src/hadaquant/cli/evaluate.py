@@ -1,0 +1,55 @@
+"""hadaquant eval: perplexity of quantized models beside their source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import hadaquant
+from hadaquant.study.models import evaluate, with_gains, with_sources
+from hadaquant.study.perplexity import read_tokens
+from hadaquant.study.report import console_for, perplexity_table, write_json
+
+
+def eval_(
+    folders: list[Path] = typer.Argument(metavar="DIR...", help="Folders of language models, quantized or plain."),
+    text: Path = typer.Option(help="UTF-8 text. Never one that was calibrated on."),
+    source: Path | None = typer.Option(None, help="The unquantized model, instead of what the folders say."),
+    window: int = typer.Option(512, min=2, help="Tokens a window; windows do not overlap."),
+    tokens: int | None = typer.Option(None, min=2, help="Use only the first tokens of the text."),
+    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1 …"),
+    json: Path | None = typer.Option(None, help="Write the results to this file too."),
+) -> None:
+    """Measure the perplexity of models on a text, each quantized one beside its source.
+
+    With a format's unrotated model among the folders, the table says whether a rotation helps.
+
+    Example: hadaquant eval out/int8 out/int8-rotated --text enwiki.txt --tokens 4096
+    """
+    models = with_sources(folders, source)
+    ids = read_tokens(text, models[0].tokenizer(), window, tokens)
+    windows = len(ids) // window
+    rows = []
+    with Console(stderr=True).status("") as status:
+        for model in models:
+            status.update(escape(f"evaluating {model.path} on {windows} windows of {window} tokens"))
+            rows.append(evaluate(model, ids, window, device))
+    rows = with_gains(rows)
+    title = f"Perplexity on {text.name}: {windows} windows of {window} tokens, {windows * (window - 1)} predicted"
+    table = perplexity_table(rows, title)
+    console_for(table).print(table)
+    if json is not None:
+        write_json(
+            json,
+            {
+                "hadaquant": hadaquant.__version__,
+                "text": str(text),
+                "window": window,
+                "windows": windows,
+                "device": device,
+                "rows": [row.to_dict() for row in rows],
+            },
+        )

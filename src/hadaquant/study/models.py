@@ -1,0 +1,200 @@
+"""Perplexity of model folders side by side: each source once, then what was quantized from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadaquant.checkpoint.layouts import layout_of
+from hadaquant.checkpoint.source import Checkpoint
+from hadaquant.errors import CheckpointError, LayerError, MissingExtra
+from hadaquant.nn import RotatedLinear
+from hadaquant.study.metrics import Helps
+from hadaquant.study.perplexity import Gain, Perplexity, perplexity
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A folder with config.json and weights.
+
+    ``source`` is the folder a quantized one says it was made from; ``nbytes`` the size of the weights.
+    """
+
+    path: Path
+    quantized: bool
+    source: Path | None
+    nbytes: int
+
+    @classmethod
+    def open(cls, path: Path) -> ModelFolder:
+        """Read a folder's headers.
+
+        Raises:
+            CheckpointError: no folder, no config.json, no weights.
+        """
+        if not path.is_dir():
+            raise CheckpointError(path=path, rule="no such folder", fix="give a folder with config.json and weights")
+        checkpoint = Checkpoint.open(path)
+        if checkpoint.config is None:
+            raise CheckpointError(path=path, rule="holds no config.json", fix="give a folder of a language model")
+        recorded = next((record.source for record in checkpoint.records.values()), None)
+        return cls(
+            path=path,
+            quantized=layout_of(checkpoint) is not None,
+            source=None if recorded is None else Path(recorded),
+            nbytes=checkpoint.nbytes,
+        )
+
+    def load(self, device: str = "cpu") -> nn.Module:
+        """The model, in float32 where it is not quantized.
+
+        Raises:
+            CheckpointError, LayerError: the weights cannot be read as what they say they are.
+            MissingExtra: transformers is not installed.
+        """
+        if self.quantized:
+            from hadaquant.checkpoint import load
+
+            return load(self.path, device=device, dtype=torch.float32)
+        auto = _transformers().AutoModelForCausalLM
+        return auto.from_pretrained(self.path, dtype=torch.float32, local_files_only=True).to(device)
+
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer.
+
+        Raises:
+            CheckpointError: there is none.
+            MissingExtra: transformers is not installed.
+        """
+        auto = _transformers().AutoTokenizer
+        try:
+            return auto.from_pretrained(self.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(path=self.path, rule=f"holds no tokenizer ({error})", fix="add its files") from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(what="loading a model folder", package="transformers", extra="models") from error
+    # what is loading shows in the caller's table, not as bars across it
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def with_sources(folders: Iterable[Path], source: Path | None = None) -> list[ModelFolder]:
+    """The folders, each quantized one after its source. No folder comes twice.
+
+    Args:
+        folders: quantized or plain.
+        source: of all quantized ones, instead of what they say.
+
+    Raises:
+        CheckpointError: a folder cannot be read, or a source is not where the quantized folder says.
+    """
+    found: dict[Path, ModelFolder] = {}
+    for path in folders:
+        folder = ModelFolder.open(path)
+        origin = source if source is not None else folder.source
+        if folder.quantized and origin is not None and origin.resolve() not in found:
+            if not origin.is_dir():
+                raise CheckpointError(
+                    path=path, rule=f"its source {str(origin)!r} is not there", fix="say where it is with --source"
+                )
+            found[origin.resolve()] = ModelFolder.open(origin)
+        found.setdefault(path.resolve(), replace(folder, source=origin))
+    return list(found.values())
+
+
+def described(model: nn.Module) -> tuple[str, str]:
+    """Format and rotations of a model's quantized linears, or its dtype and ``none``.
+
+    Fitted groups show: ``regular:64 (180), regular:256 (30)``.
+    """
+    layers = {id(m): m for m in model.modules() if isinstance(m, RotatedLinear)}.values()
+    if not layers:
+        return str(next(model.parameters()).dtype).removeprefix("torch."), "none"
+    formats = sorted({layer.format.name for layer in layers})
+    rotations = Counter(str(layer.rotation) for layer in layers)
+    if len(rotations) == 1:
+        return ", ".join(formats), next(iter(rotations))
+    return ", ".join(formats), ", ".join(f"{name} ({count})" for name, count in rotations.most_common())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """One model's result.
+
+    ``source``: what it was quantized from, None of a plain model. ``nbytes``: of its weights on the
+    disk. ``gain``: against the unrotated model of the same source and format, where there is one.
+    """
+
+    model: Path
+    source: Path | None
+    format: str
+    rotation: str
+    result: Perplexity
+    nbytes: int
+    gain: Gain | None = None
+
+    @property
+    def helps(self) -> Helps | None:
+        """Whether the rotation helps; None where there is nothing to compare with."""
+        return None if self.gain is None else self.gain.helps
+
+    def to_dict(self) -> dict[str, object]:
+        """Fields and derived values for JSON, without the single losses."""
+        return {
+            "model": str(self.model),
+            "source": None if self.source is None else str(self.source),
+            "format": self.format,
+            "rotation": self.rotation,
+            "perplexity": self.result.perplexity,
+            "nll": self.result.nll,
+            "predicted_tokens": self.result.losses.numel(),
+            "bytes": self.nbytes,
+            "seconds": self.result.seconds,
+            "tokens_per_second": self.result.tokens_per_second,
+            "gain": None if self.gain is None else asdict(self.gain),
+            "helps": self.helps,
+        }
+
+
+def evaluate(folder: ModelFolder, ids: Tensor, window: int = 512, device: str = "cpu") -> ModelRow:
+    """Load a folder's model and measure its perplexity.
+
+    Raises:
+        CheckpointError, LayerError, MissingExtra: the model cannot be loaded.
+        ShapeError, LayerError: it does not go with the tokens; see :func:`perplexity`.
+    """
+    model = folder.load(device)
+    format, rotation = described(model)
+    if folder.quantized and not any(isinstance(m, RotatedLinear) for m in model.modules()):
+        raise LayerError(layer=str(folder.path), rule="no linear of it is quantized", fix="quantize it again")
+    return ModelRow(
+        model=folder.path,
+        source=folder.source if folder.quantized else None,
+        format=format,
+        rotation=rotation,
+        result=perplexity(model, ids, window),
+        nbytes=folder.nbytes,
+    )
+
+
+def with_gains(rows: Iterable[ModelRow]) -> list[ModelRow]:
+    """The rows, each rotated one compared with the unrotated one of its source and format."""
+    rows = list(rows)
+    plain = {(row.source, row.format): row.result for row in rows if row.rotation == "none"}
+
+    def gain(row: ModelRow) -> Gain | None:
+        before = plain.get((row.source, row.format))
+        return None if before is None or row.rotation == "none" else Gain.of(before, row.result)
+
+    return [replace(row, gain=gain(row)) for row in rows]
