@@ -25,48 +25,44 @@ CHUNK = 1 << 18
 
 def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
     """x · R along the last dimension, or x · Rᵀ: [..., K] of any float dtype -> float32 [..., K]."""
-    x = x.to(torch.float32)
     if rotation.kind == "none" or x.numel() == 0:
-        return x
+        return x.to(torch.float32)
     if rotation.kind == "matrix":
-        return _rotate_matrix(x, rotation, inverse)
+        return _rotate_matrix(x.to(torch.float32), rotation, inverse)
     g = rotation.group
     rows = x.reshape(-1, g)
     out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
     for part in _row_chunks(rows.shape[0], g):
-        # one group a column: every stage then runs along whole contiguous rows
-        v = rows[part].T.contiguous()
+        # a copy with one group a column: every stage then runs along whole contiguous rows
+        v = torch.empty(g, part.stop - part.start, dtype=torch.float32, device=x.device).copy_(rows[part].T)
         if rotation.signs is not None and not inverse:
-            v = v * rotation.signs[:, None]
-        for radix, stride in stages(g):
-            v = _butterfly(v, rotation.kind, radix, stride)
-        v *= norm(g)
-        if rotation.signs is not None and inverse:
             v *= rotation.signs[:, None]
-        out[part] = v.T
+        for radix, stride in stages(g):
+            _butterfly(v, rotation.kind, radix, stride)
+        torch.mul(v.T, norm(g), out=out[part])
+        if rotation.signs is not None and inverse:
+            out[part] *= rotation.signs
     return out.view(x.shape)
 
 
-def _butterfly(v: Tensor, kind: str, radix: int, stride: int) -> Tensor:
-    """One stage of [g, columns], digits ``stride`` rows apart. Additions and subtractions only."""
+def _butterfly(v: Tensor, kind: str, radix: int, stride: int) -> None:
+    """One stage of [g, columns] in place, digits ``stride`` rows apart. Additions and subtractions only."""
     digits = v.view(v.shape[0] // (radix * stride), radix, stride, v.shape[1])
-    out = torch.empty_like(digits)
     if radix == 2:
         x0, x1 = digits.unbind(1)
-        torch.add(x0, x1, out=out[:, 0])
-        torch.sub(x0, x1, out=out[:, 1])
-        return out.view(v.shape)
+        difference = x0 - x1
+        x0 += x1
+        x1.copy_(difference)
+        return
     x0, x1, x2, x3 = digits.unbind(1)
     a, b, c, d = x0 + x1, x2 + x3, x0 - x1, x2 - x3
     if kind == "sylvester":
-        sums, differences = ((0, a, b), (1, c, d)), ((2, a, b), (3, c, d))
+        pairs = ((a, b, x0, x2), (c, d, x1, x3))
     else:
-        sums, differences = ((0, a, d), (2, b, c)), ((1, a, d), (3, b, c))
-    for row, p, q in sums:
-        torch.add(p, q, out=out[:, row])
-    for row, p, q in differences:
-        torch.sub(p, q, out=out[:, row])
-    return out.view(v.shape)
+        pairs = ((a, d, x0, x1), (b, c, x2, x3))
+    for p, q, plus, minus in pairs:
+        torch.add(p, q, out=plus)
+        torch.sub(p, q, out=minus)
 
 
 def _rotate_matrix(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
@@ -77,8 +73,10 @@ def _rotate_matrix(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
 
 def amax(x: Tensor, rotation: Rotation) -> Tensor:
     """Largest finite magnitude of the rotated tensor: a float32 scalar, 0 if there is none."""
-    rows = x.reshape(-1, x.shape[-1])
     found = torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return found
+    rows = x.reshape(-1, x.shape[-1])
     for part in _row_chunks(*rows.shape):
         found = torch.maximum(found, finite_amax(rotate(rows[part], rotation)))
     return found
@@ -116,7 +114,7 @@ def divisor(scales: Tensor, format: Format, global_scale: Tensor | None) -> Tens
 
 def encode(y: Tensor, divisor: Tensor, format: Format) -> Tensor:
     """Codes of y / divisor. A NaN divisor marks a block that holds NaN or Inf: its codes are 0."""
-    return format.element.encode(y / divisor, y < 0)
+    return format.element.encode(y / divisor, y)
 
 
 def _blocks(y: Tensor, format: Format) -> Tensor:

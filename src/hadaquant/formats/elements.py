@@ -38,18 +38,17 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return fp32_bits(x) & 0x7FFFFFFF
 
 
-def encode_e2m1(q: Tensor, negative: Tensor) -> Tensor:
-    """Nearest E2M1 code of float32 ``q``, ties to the even code, saturating at 6. uint8 0..15.
+def encode_e2m1(q: Tensor, y: Tensor) -> Tensor:
+    """Nearest E2M1 code of the float32 quotient ``q`` of ``y``, ties to the even code, saturating at 6. uint8 0..15.
 
-    The three segments (steps 0.5, 1 and 2) are rounded one by one. The sign bit is ``negative``,
-    which says whether the number is below zero even where its quotient ``q`` underflows to -0.0.
-    NaN gives code 0.
+    The three segments (steps 0.5, 1 and 2) are rounded one by one. The sign bit says whether the
+    numerator ``y`` is below zero, even where its quotient underflows to -0.0. NaN gives code 0.
 
     >>> q = torch.tensor([0.25, 0.75, -2.5, 3.5, 5.0, 9.0])
-    >>> encode_e2m1(q, q < 0).tolist()
+    >>> encode_e2m1(q, q).tolist()
     [0, 2, 12, 6, 6, 7]
     """
-    negative = negative & ~torch.isnan(q)
+    negative = (y < 0) & ~torch.isnan(q)
     a = q.nan_to_num(nan=0.0).abs_()
     code = a.clamp(max=2.0).mul_(2.0).round_()
     code += (a - 2.0).clamp_(0.0, 2.0).round_()
@@ -62,13 +61,13 @@ def decode_e2m1(codes: Tensor) -> Tensor:
     return torch.tensor(E2M1.values, dtype=torch.float32, device=codes.device)[codes.long()]
 
 
-def encode_int8(q: Tensor, negative: Tensor) -> Tensor:
+def encode_int8(q: Tensor, y: Tensor) -> Tensor:
     """Nearest integer of float32 ``q``, ties to even, clamped to -127..127. int8; NaN gives 0.
 
-    ``negative`` is not needed: an integer has one zero.
+    The numerator ``y`` is not needed: an integer has one zero.
 
     >>> q = torch.tensor([0.5, 1.5, -2.5, 126.5, 400.0])
-    >>> encode_int8(q, q < 0).tolist()
+    >>> encode_int8(q, q).tolist()
     [0, 2, -2, 126, 127]
     """
     return q.nan_to_num(nan=0.0).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
@@ -126,7 +125,7 @@ def decode_e8m0(byte: Tensor) -> Tensor:
 class Element:
     """A number type for the elements: its width, largest value and codec.
 
-    ``encode(q, negative)``: the code of a quotient q whose numerator is below zero where ``negative``.
+    ``encode(q, y)``: the code of the quotient q of a numerator y, whose sign survives where q underflows.
     """
 
     name: str
