@@ -54,20 +54,21 @@ class Contract:
             LayerError: a field is missing or unknown, or a version is newer than this library's.
         """
         names = set(cls.__dataclass_fields__)
-        if not isinstance(fields, dict) or set(fields) != names:
-            found = sorted(fields) if isinstance(fields, dict) else fields
+        found = fields if isinstance(fields, dict) else {}
+        version = found.get("version", CONTRACT_VERSION)
+        if version != CONTRACT_VERSION:
             raise LayerError(
                 layer=layer,
-                rule=f"its contract has fields {found}, not {sorted(names)}",
-                fix="the file is damaged or of another version; write it again",
-            )
-        contract = cls(**{**fields, "shape": tuple(fields["shape"])})
-        if contract.version != CONTRACT_VERSION:
-            raise LayerError(
-                layer=layer,
-                rule=f"its contract has version {contract.version}, this library reads {CONTRACT_VERSION}",
+                rule=f"its contract has version {version}, this library reads {CONTRACT_VERSION}",
                 fix="upgrade hadaquant",
             )
+        if set(found) != names:
+            raise LayerError(
+                layer=layer,
+                rule=f"its contract has fields {sorted(found)}, not {sorted(names)}",
+                fix="the file is damaged or of another version; write it again",
+            )
+        contract = cls(**{**found, "shape": tuple(found["shape"])})
         if contract.format not in FORMATS:
             raise LayerError(
                 layer=layer,
@@ -101,7 +102,7 @@ class Contract:
         """
         try:
             fields = json.loads(bytes(tensor.cpu().tolist()))
-        except ValueError:
+        except (TypeError, ValueError):  # not bytes, not JSON
             fields = None
         return cls.from_dict(fields, layer)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -57,7 +57,7 @@ def stages(group: int) -> tuple[tuple[int, int], ...]:
 
 def norm(group: int) -> float:
     """RN(1/sqrt(group)) in float32, the one multiply that ends a butterfly."""
-    return torch.tensor(1.0 / math.sqrt(group), dtype=torch.float32).item()
+    return torch.tensor(1.0 / math.sqrt(group), dtype=torch.float32, device="cpu").item()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Rotation:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UnknownChoice(what="rotation kind", value=self.kind, choices=", ".join(KINDS))
-        if self.kind == "matrix" and self.matrix is not None and self.group == 1:
+        if self.kind == "matrix" and self.matrix is not None and self.group == 1 and self.matrix.dim():
             object.__setattr__(self, "group", self.matrix.shape[-1])
         self._check_group()
         if self.signs is not None:
@@ -158,14 +158,11 @@ class Rotation:
         return hash(self._key())
 
     def to(self, device: torch.device | str) -> Rotation:
-        """The same rotation with its tensors on a device."""
-        if self.signs is None and self.matrix is None:
+        """The same rotation with its tensors on a device; itself, if they are there."""
+        signs, matrix = (None if t is None else t.to(device) for t in (self.signs, self.matrix))
+        if signs is self.signs and matrix is self.matrix:
             return self
-        return replace(
-            self,
-            signs=None if self.signs is None else self.signs.to(device),
-            matrix=None if self.matrix is None else self.matrix.to(device),
-        )
+        return trusted(self.spec, signs, matrix)  # no second look at the values, which would wait for the device
 
     def check_k(self, k: int) -> None:
         """Refuse a K that the group does not divide.
