@@ -49,7 +49,7 @@ class BlockError(HadaquantError):
     """The format's block does not divide K."""
 
     template = (
-        "K={k} is not a multiple of {block}, which format {format!r} needs; "
+        "K={k} is not a positive multiple of {block}, which format {format!r} needs; "
         "pad K, choose format 'int8', or leave this layer in high precision"
     )
 
@@ -64,6 +64,12 @@ class DtypeError(HadaquantError):
     """A tensor of the wrong dtype."""
 
     template = "{what} has dtype {found}, but {expected} is needed; {fix}"
+
+
+class MismatchError(HadaquantError):
+    """Two operands that do not mean the same."""
+
+    template = "{what} is {found}, but {expected} is needed; quantize x and w in the same way, with linear scales"
 
 
 class GlobalScaleError(HadaquantError):

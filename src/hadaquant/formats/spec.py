@@ -63,15 +63,23 @@ class Format:
         """K of codes ``[..., codes_width]``."""
         return codes_width * 8 // self.element.bits
 
+    def check_layout(self, layout: str) -> None:
+        """Refuse a scale layout that is unknown, or not one of this format.
+
+        Raises:
+            UnknownChoice.
+        """
+        choices = SCALE_LAYOUTS if self.block else ("linear",)
+        if layout not in choices:
+            raise UnknownChoice(what=f"scale_layout of format {self.name!r}", value=layout, choices=", ".join(choices))
+
     def scales_shape(self, shape: tuple[int, ...], layout: str = "linear") -> tuple[int, ...]:
         """Shape of the scales of a tensor ``[..., K]`` in a scale layout.
 
         Raises:
             UnknownChoice: a layout that is unknown, or not one of this format.
         """
-        choices = SCALE_LAYOUTS if self.block else ("linear",)
-        if layout not in choices:
-            raise UnknownChoice(what=f"scale_layout of format {self.name!r}", value=layout, choices=", ".join(choices))
+        self.check_layout(layout)
         lead, cols = shape[:-1], self.blocks(shape[-1])
         if self.block is None:
             return tuple(lead)

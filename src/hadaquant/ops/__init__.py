@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hadaquant.errors import ShapeError
+from hadaquant.errors import MismatchError
 from hadaquant.formats import Format, get_format
 from hadaquant.formats.scales import global_scale_of
 from hadaquant.ops import library as _library  # noqa: F401 - defines torch.ops.hadaquant
-from hadaquant.ops.checks import check_global_number
+from hadaquant.ops.checks import check_global_number, check_input
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.plan import LinearPlan, Plan, explain
 from hadaquant.ops.target import Target
@@ -63,15 +63,19 @@ def quantize(
         UnknownChoice, RotationError, GroupError, BlockError, DtypeError, ShapeError,
         GlobalScaleError, BackendError.
     """
+    x = x.detach()  # codes have no gradient
     f, r = get_format(format), parse(rotation).to(x.device)
     args = (r.spec, r.signs, r.matrix)
     check_backend(backend)
     if isinstance(global_scale, Tensor):
-        global_scale = global_scale.to(x.device).reshape(())
+        # any one-element shape will do; another is refused by the op
+        global_scale = global_scale.to(x.device)
+        global_scale = global_scale.reshape(()) if global_scale.numel() == 1 else global_scale
     elif global_scale is not None:
         check_global_number(global_scale)
         global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
     elif f.has_global_scale:
+        check_input(x, f, r)  # before the work of finding the maximum
         global_scale = global_scale_of(torch.ops.hadaquant.amax(x, *args, backend))
     codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, global_scale, scale_layout, backend)
     return QuantizedTensor(codes, scales, global_scale, f, r, scale_layout)
@@ -88,17 +92,18 @@ def scaled_mm(
     """x · wᵀ + bias of quantized x [..., K] and w [N, K], both of one format and rotation: [..., N].
 
     Raises:
-        ShapeError: formats, rotations, layouts or shapes differ.
+        MismatchError: formats, rotations or scale layouts differ.
+        ShapeError: shapes differ.
         AccumulatorError: int8 with K above 133,144.
     """
-    for what, a, b in (
-        ("format", x.format.name, w.format.name),
-        ("rotation", str(x.rotation), str(w.rotation)),
-        ("scale_layout", x.scale_layout, "linear"),
-        ("scale_layout", w.scale_layout, "linear"),
+    for what, found, expected in (
+        ("x's format", x.format, w.format),
+        ("x's rotation", x.rotation, w.rotation),
+        ("x's scale_layout", x.scale_layout, "linear"),
+        ("w's scale_layout", w.scale_layout, "linear"),
     ):
-        if a != b:
-            raise ShapeError(what=f"x and w: {what}", found=a, expected=b, fix="quantize both in the same way")
+        if found != expected:
+            raise MismatchError(what=what, found=found, expected=expected)
     return torch.ops.hadaquant.scaled_mm(
         x.codes,
         x.scales,

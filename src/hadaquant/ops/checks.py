@@ -88,22 +88,27 @@ def check_product(format: Format, m: int, n: int, k: int) -> None:
         raise AccumulatorError(k=k, limit=INT8_MAX_K, term=f"{INT8_MAX}²")
 
 
-def check_codes(what: str, codes: Tensor, scales: Tensor, global_scale: Tensor | None, format: Format) -> int:
-    """Refuse codes and linear scales that do not belong together; returns K.
+def check_codes(
+    what: str,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    format: Format,
+    scale_layout: str = "linear",
+) -> int:
+    """Refuse codes and scales that do not belong together; returns K.
 
     Raises:
-        DtypeError, ShapeError, GlobalScaleError.
+        DtypeError, ShapeError, GlobalScaleError, UnknownChoice.
     """
     for name, tensor, dtype in (("codes", codes, format.element.codes_dtype), ("scales", scales, format.scale.dtype)):
         if tensor.dtype != dtype:
             fix = f"give the {name} that hq.quantize made"
             raise DtypeError(what=f"{what} {name}", found=tensor.dtype, expected=dtype, fix=fix)
     k = format.k_of(codes.shape[-1])
-    expected = format.scales_shape((*codes.shape[:-1], k))
+    expected = format.scales_shape((*codes.shape[:-1], k), scale_layout)
     if tuple(scales.shape) != expected:
-        fix = (
-            "one scale a block, in the linear layout" if format.block else "one scale a row, without further dimensions"
-        )
-        raise ShapeError(what=f"{what} scales", found=tuple(scales.shape), expected=expected, fix=fix)
+        fix = "one scale a block" if format.block else "one scale a row, without further dimensions"
+        raise ShapeError(what=f"{what} scales ({scale_layout})", found=tuple(scales.shape), expected=expected, fix=fix)
     check_global_scale(format, global_scale)
     return k

@@ -13,7 +13,9 @@ An op's name holds no format. A rotation travels as its spec and its tensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +38,24 @@ def _op(schema: str) -> Callable[[Callable], Callable]:
 
     def register(fn: Callable) -> Callable:
         for key in ("CPU", "CUDA"):
-            _library.impl(name, fn, key)
+            _library.impl(name, _as_written(fn, key.lower()), key)
         return fn
 
     return register
+
+
+def _as_written(fn: Callable, device: str) -> Callable:
+    """Run without autograd and autocast: a contract's steps are float32, whatever the caller's mode."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        with torch.no_grad():
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return fn(*args)
+            return fn(*args)
+
+    return run
 
 
 def _fake(name: str) -> Callable[[Callable], Callable]:
@@ -63,7 +79,7 @@ def _rotate(
     plan = _rotate_plan(x, r, backend)
     if plan.kernel == "reference" or x.numel() == 0:
         y = reference.rotate(x, r, inverse)
-        return y.clone() if y is x else y
+        return y.clone(memory_format=torch.contiguous_format) if r.kind == "none" else y
     from hadaquant.kernels.rotate import rotate
 
     return rotate(x, r, inverse)
@@ -73,6 +89,21 @@ def _rotate(
 def _(x, rotation, signs, matrix, inverse, backend):
     checks.check_input(x, None, trusted(rotation, signs, matrix))
     return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _keep_rotate_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *ctx.rotation, ctx.inverse, ctx.backend = inputs
+    ctx.dtype = x.dtype
+
+
+def _rotate_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    back = torch.ops.hadaquant.rotate(gradient, *ctx.rotation, not ctx.inverse, ctx.backend)
+    return (back.to(ctx.dtype), None, None, None, None, None)
+
+
+torch.library.register_autograd(
+    "hadaquant::rotate", _rotate_gradient, setup_context=_keep_rotate_arguments, lib=_library
+)
 
 
 # ---- amax ---------------------------------------------------------------------------------------
@@ -98,10 +129,11 @@ def _(x, rotation, signs, matrix, backend):
 # ---- quantize -----------------------------------------------------------------------------------
 
 
-def _checked(x: Tensor, format: str, rotation: Rotation, global_scale: Tensor | None) -> Format:
+def _checked(x: Tensor, format: str, rotation: Rotation, global_scale: Tensor | None, scale_layout: str) -> Format:
     f = get_format(format)
     checks.check_input(x, f, rotation)
     checks.check_global_scale(f, global_scale)
+    f.check_layout(scale_layout)
     return f
 
 
@@ -120,7 +152,7 @@ def _quantize(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     r = trusted(rotation, signs, matrix)
-    f = _checked(x, format, r, global_scale)
+    f = _checked(x, format, r, global_scale, scale_layout)
     plan = tell(plan_quantize(f, r, target_of(x.device), backend))
     if plan.kernel == "reference" or x.numel() == 0:
         return reference.quantize(x, f, r, global_scale, scale_layout)
@@ -134,7 +166,7 @@ def _quantize(
 
 @_fake("quantize")
 def _(x, format, rotation, signs, matrix, global_scale, scale_layout, backend):
-    f = _checked(x, format, trusted(rotation, signs, matrix), global_scale)
+    f = _checked(x, format, trusted(rotation, signs, matrix), global_scale, scale_layout)
     shape = tuple(x.shape)
     codes = x.new_empty(f.codes_shape(shape), dtype=f.element.codes_dtype)
     return codes, x.new_empty(f.scales_shape(shape, scale_layout), dtype=f.scale.dtype)
@@ -157,14 +189,15 @@ def _dequantize(
     matrix: Tensor | None,
     scale_layout: str,
 ) -> Tensor:
-    r = trusted(rotation, signs, matrix)
-    return reference.dequantize(codes, scales, global_scale, get_format(format), r, scale_layout)
+    f, r = get_format(format), trusted(rotation, signs, matrix)
+    r.check_k(checks.check_codes("tensor", codes, scales, global_scale, f, scale_layout))
+    return reference.dequantize(codes, scales, global_scale, f, r, scale_layout)
 
 
 @_fake("dequantize")
 def _(codes, scales, global_scale, format, rotation, signs, matrix, scale_layout):
-    shape = (*codes.shape[:-1], get_format(format).k_of(codes.shape[-1]))
-    return codes.new_empty(shape, dtype=torch.float32)
+    k = checks.check_codes("tensor", codes, scales, global_scale, get_format(format), scale_layout)
+    return codes.new_empty((*codes.shape[:-1], k), dtype=torch.float32)
 
 
 # ---- scaled_mm ----------------------------------------------------------------------------------
