@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from hadaquant.formats import Format, get_format
 from hadaquant.nn.linear import RotatedLinear, why_not
 from hadaquant.nn.report import LayerReport, Report
 from hadaquant.nn.select import DEFAULT_SKIP, check_patterns, skipped_by
+from hadaquant.ops.checks import INT8_MAX_K
 from hadaquant.rotation import Rotation, parse
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -24,7 +26,7 @@ def quantize_(
     model: nn.Module,
     format: str | Format,
     rotation: str | Rotation = "none",
-    skip: Sequence[str] = DEFAULT_SKIP,
+    skip: str | Sequence[str] = DEFAULT_SKIP,
     filter_fn: FilterFn | None = None,
     *,
     backend: str = "auto",
@@ -37,7 +39,7 @@ def quantize_(
     Args:
         model: any module; shared modules stay shared, tied embeddings untouched.
         format, rotation: as in :func:`hadaquant.quantize`.
-        skip: name patterns to leave alone: whole dotted parts such as ``"lm_head"`` or
+        skip: name patterns (or one) to leave alone: whole dotted parts such as ``"lm_head"`` or
             ``"layers.*.mlp"``, or ``"re:..."``.
         filter_fn: ``filter_fn(module, name) -> bool``; a linear for which it is False is left alone.
         backend: of the new layers.
@@ -48,50 +50,33 @@ def quantize_(
         LayerError: there is nothing to quantize.
     """
     f, r = get_format(format), parse(rotation)
-    modules = list(model.named_modules(remove_duplicate=False))
-    for name, module in modules:
-        if isinstance(module, RotatedLinear):
-            raise AlreadyQuantized(name=name or "the model", found=f"{module.format}, {module.rotation}")
-    if isinstance(model, nn.Linear):
-        raise LayerError(
-            layer="the model",
-            rule="it is itself a linear, which cannot be replaced in place",
-            fix="use RotatedLinear.from_linear",
-        )
-    parents = dict(modules)
-    linears = [(name, m) for name, m in modules if isinstance(m, nn.Linear)]
-    if not linears:
-        raise LayerError(layer=type(model).__name__, rule="it holds no nn.Linear", fix="nothing to quantize")
-    check_patterns(skip, [name for name, _ in linears])
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    linears = _linears(model)
+    check_patterns(skip, [place.name for places in linears.values() for place in places])
+    # all decisions before the first change: an error leaves the model as it was
+    jobs = [(m, places, *_decide(m, places, f, r, skip, filter_fn)) for m, places in linears.items()]
+    del linears  # so that each weight is freed when its layer is replaced
 
-    report, converted = Report(), dict[int, RotatedLinear]()
-    for name, linear in linears:
-        parent_name, _, child = name.rpartition(".")
-        parent = parents[parent_name]
-        if id(linear) in converted:
-            setattr(parent, child, converted[id(linear)])
-            continue
+    report = Report()
+    while jobs:
+        linear, places, fitted, reason = jobs.pop(0)
         shape = (linear.out_features, linear.in_features)
-        fitted = r.fit(linear.in_features, f.multiple)
-        reason = _kept_reason(name, linear, parent, skip, filter_fn) or (
-            unfit(f, r, shape[1]) if fitted is None else None
-        )
-        if reason is not None or fitted is None:
+        if fitted is None:
             nbytes = sum(p.nbytes for p in linear.parameters(recurse=False))
             report.layers.append(
-                LayerReport(name=name, shape=shape, reason=reason or "", bytes_before=nbytes, bytes_after=nbytes)
+                LayerReport(name=places[0].name, shape=shape, reason=reason, bytes_before=nbytes, bytes_after=nbytes)
             )
             continue
         layer = RotatedLinear.from_linear(linear, f, fitted, backend=backend)
-        converted[id(linear)] = layer
-        setattr(parent, child, layer)
+        for place in places:
+            setattr(place.parent, place.child, layer)
         report.layers.append(
             LayerReport(
-                name=name,
+                name=places[0].name,
                 shape=shape,
                 format=f.name,
                 rotation=str(fitted),
-                reason="" if fitted is r else f"(group fitted: {r} does not divide K={shape[1]})",
+                reason=reason,
                 bytes_before=linear.weight.nbytes,
                 bytes_after=layer.quantized_weight().nbytes,
                 error=relative_error(linear.weight, layer.dequantized_weight()),
@@ -100,19 +85,67 @@ def quantize_(
     return report
 
 
-def _kept_reason(
-    name: str, linear: nn.Linear, parent: nn.Module, skip: Sequence[str], filter_fn: FilterFn | None
-) -> str | None:
-    pattern = skipped_by(name, skip)
-    if pattern is not None:
-        return f"matches skip pattern {pattern!r}"
-    if filter_fn is not None and not filter_fn(linear, name):
-        return "filter_fn says no"
-    if isinstance(parent, READ_WEIGHTS_THEMSELVES):
-        return f"its parent {type(parent).__name__} reads the weight itself"
+class _Place(NamedTuple):
+    """Where a module hangs: ``parent.child``, in the whole model ``name``."""
+
+    name: str
+    parent: nn.Module
+    child: str
+
+
+def _linears(model: nn.Module) -> dict[nn.Linear, list[_Place]]:
+    """Each linear once, with every place that holds it."""
+    if isinstance(model, nn.Linear):
+        raise LayerError(
+            layer="the model",
+            rule="it is itself a linear, which cannot be replaced in place",
+            fix="use RotatedLinear.from_linear",
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Linear, list[_Place]] = {}
+    for name, module in modules.items():
+        if isinstance(module, RotatedLinear):
+            raise AlreadyQuantized(name=name or "the model", found=f"{module.format}, {module.rotation}")
+        if isinstance(module, nn.Linear):
+            parent, _, child = name.rpartition(".")
+            found.setdefault(module, []).append(_Place(name, modules[parent], child))
+    if not found:
+        raise LayerError(layer=type(model).__name__, rule="it holds no nn.Linear", fix="nothing to quantize")
+    return found
+
+
+def _decide(
+    linear: nn.Linear,
+    places: Sequence[_Place],
+    format: Format,
+    rotation: Rotation,
+    skip: Sequence[str],
+    filter_fn: FilterFn | None,
+) -> tuple[Rotation | None, str]:
+    """The rotation a linear gets and a note about it, or None and why the linear is kept.
+
+    A linear that hangs in several places is kept if any of them speaks against it.
+    """
+    k = linear.in_features
+    for place in places:
+        pattern = skipped_by(place.name, skip)
+        if pattern is not None:
+            return None, f"matches skip pattern {pattern!r}"
+        if filter_fn is not None and not filter_fn(linear, place.name):
+            return None, "filter_fn says no"
+        if isinstance(place.parent, READ_WEIGHTS_THEMSELVES):
+            return None, f"its parent {type(place.parent).__name__} reads the weight itself"
+    reason = why_not(linear)
+    if reason is not None:
+        return None, reason
     if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__}, a subclass of nn.Linear, may use its weight in its own way"
-    return why_not(linear)
+        return None, f"{type(linear).__name__}, a subclass of nn.Linear, may use its weight in its own way"
+    if format.block is None and k > INT8_MAX_K:
+        return None, f"in_features {k} exceeds {INT8_MAX_K}: an int32 accumulator could overflow"
+    fitted = rotation.fit(k, format.multiple)
+    if fitted is None:
+        return None, unfit(format, rotation, k)
+    return fitted, "" if fitted is rotation else f"(group fitted: {rotation} does not divide K={k})"
 
 
 def unfit(format: Format, rotation: Rotation, k: int) -> str:

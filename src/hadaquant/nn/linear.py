@@ -16,7 +16,7 @@ from hadaquant.formats import Format, get_format
 from hadaquant.formats.scales import global_scale_of
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
-from hadaquant.ops.checks import check_global_number, check_product
+from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import Rotation, parse, trusted
@@ -87,9 +87,10 @@ class RotatedLinear(nn.Module):
         self.register_parameter("signs", fixed(r.signs))
         self.register_parameter("matrix", fixed(r.matrix))
         static = None
-        if input_global_scale is not None and f.has_global_scale:
+        if input_global_scale is not None:
             check_global_number(input_global_scale)
-            static = torch.tensor(input_global_scale, dtype=torch.float32)
+            static = torch.tensor(input_global_scale, dtype=torch.float32, device=device)
+            check_global_scale(f, static)
         self.register_parameter("input_global_scale", fixed(static))
         nominal = torch.empty(0, dtype=dtype or torch.get_default_dtype(), device=device)
         self.register_parameter("bias", empty((out_features,), nominal.dtype) if bias else None)
@@ -145,7 +146,7 @@ class RotatedLinear(nn.Module):
         if tuple(weight.shape) != expected:
             raise ShapeError(what="weight", found=tuple(weight.shape), expected=expected, fix="give W as nn.Linear has")
         weight = weight.detach()
-        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if weight.dtype not in FLOAT_DTYPES:
             weight = weight.to(torch.float32)
         q = quantize(weight, self.format, rotation=self.rotation, backend=self.backend)
         with torch.no_grad():
@@ -178,13 +179,24 @@ class RotatedLinear(nn.Module):
     # ---- forward --------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N] in x's dtype, or autocast's."""
+        """[..., K] -> [..., N] in x's dtype, or autocast's.
+
+        Gradients reach x and a trained bias as if the layer were x · Ŵᵀ + bias, Ŵ the dequantized weight.
+
+        Raises:
+            ShapeError, DtypeError: x is not [..., K] of bfloat16, float16 or float32.
+        """
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(
                 what="x", found=tuple(x.shape), expected=f"[..., {self.in_features}]", fix="as nn.Linear needs it"
             )
-        if torch.is_autocast_enabled(x.device.type):
+        if x.dtype in FLOAT_DTYPES and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            return _StraightThrough.apply(x, self.bias, self)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.input_group is None or torch.compiler.is_compiling():
             codes, scales, g = self._quantize_input(x)
         else:
@@ -240,14 +252,30 @@ class RotatedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        stored = state_dict.get(prefix + "contract")
-        if stored is not None:
-            name = prefix.removesuffix(".") or type(self).__name__
-            mine = Contract.of(self.format, self.rotation, (self.out_features, self.in_features))
-            mine.check_same(Contract.from_tensor(stored, name), name)
+        self._check_stored(state_dict, prefix)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    def _check_stored(self, state_dict: dict[str, Any], prefix: str) -> None:
+        name = prefix.removesuffix(".") or type(self).__name__
+        stored = {
+            key: state_dict[prefix + key] for key in (*self._parameters, "contract") if prefix + key in state_dict
+        }
+        if "contract" in stored:
+            mine = Contract.of(self.format, self.rotation, (self.out_features, self.in_features))
+            mine.check_same(Contract.from_tensor(stored["contract"], name), name)
+        elif "codes" in stored:
+            rule = "its codes come without the contract that says what they mean"
+            raise LayerError(layer=name, rule=rule, fix="store the whole state_dict of the layer")
+        for key, tensor in stored.items():
+            mine = self._parameters.get(key)
+            if key != "bias" and mine is not None and tensor.dtype != mine.dtype:
+                rule = f"{key} is stored as {tensor.dtype}, not {mine.dtype}"
+                raise LayerError(layer=name, rule=rule, fix="store the state_dict without casting it")
+            if key.endswith("global_scale") and not tensor.is_meta and not 0.0 < tensor.item() < float("inf"):
+                rule = f"{key} is {tensor.item()}, not a positive finite number"
+                raise LayerError(layer=name, rule=rule, fix="the file is damaged; quantize the layer again")
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -255,6 +283,22 @@ class RotatedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
             f"format={self.format}, rotation={self.rotation}"
         )
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Gradients of x · Ŵᵀ + bias, Ŵ the dequantized weight: the rounding of x counts as the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: RotatedLinear) -> Tensor:
+        ctx.layer, ctx.dtypes = layer, (x.dtype, None if bias is None else bias.dtype)
+        return layer._product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        gradient = gradients[0].to(torch.float32)
+        x = (gradient @ ctx.layer.dequantized_weight()).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        bias = gradient.flatten(0, -2).sum(0).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return x, bias, None
 
 
 class _LazyWeight(Tensor):
@@ -277,8 +321,13 @@ class _LazyWeight(Tensor):
         def materialize(t: Any) -> Any:
             return t.layer.dequantized_weight().to(t.dtype) if isinstance(t, cls) else t
 
-        if func._schema.is_mutable:
-            raise LayerError(layer=repr(args[0]), rule="its weight cannot be changed in place", fix="use set_weight")
+        schema = func._schema.arguments
+        given = dict(zip((argument.name for argument in schema), args, strict=False)) | (kwargs or {})
+        for argument in schema:
+            value = given.get(argument.name)
+            if argument.is_write and isinstance(value, cls):
+                rule = "its weight is computed from codes and cannot be changed in place"
+                raise LayerError(layer=str(value.layer), rule=rule, fix="use set_weight")
         return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
 
 
@@ -288,10 +337,10 @@ def why_not(module: nn.Module) -> str | None:
         return "it is quantized already"
     if not isinstance(module, nn.Linear):
         return f"{type(module).__name__} is not an nn.Linear"
-    if parametrize.is_parametrized(module) or not isinstance(getattr(module, "weight", None), nn.Parameter):
-        return "its weight is computed by a parametrization"
     if hasattr(module, "weight_g"):
         return "its weight is computed by weight_norm"
+    if parametrize.is_parametrized(module) or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return "its weight is computed by a parametrization"
     if not module.weight.is_floating_point():
         return f"its weight has dtype {module.weight.dtype}"
     return None

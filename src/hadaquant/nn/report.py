@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class LayerReport:
     """One layer: quantized (``format`` is set) or kept in high precision, with the reason.
 
-    ``error`` is ‖W − Ŵ‖ / ‖W‖ of a quantized weight, None of a kept one. Bytes are of the weight.
+    ``error`` is ‖W − Ŵ‖ / ‖W‖ of a quantized weight, None of a kept one or where there are no values
+    (meta device). Bytes are of the weight.
     """
 
     name: str
@@ -59,8 +60,7 @@ class Report:
             f"{self.bytes_before:,} -> {self.bytes_after:,} bytes of weights"
         ]
         for layer in self.quantized:
-            lines.append(
-                f"  {layer.name}: {layer.format}, {layer.rotation}, error {layer.error:.4f} {layer.reason}".rstrip()
-            )
+            error = "" if layer.error is None else f", error {layer.error:.4f}"
+            lines.append(f"  {layer.name}: {layer.format}, {layer.rotation}{error} {layer.reason}".rstrip())
         lines += [f"  {layer.name}: kept, {layer.reason}" for layer in self.kept]
         return "\n".join(lines)

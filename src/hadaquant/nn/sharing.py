@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 Quantized = tuple[Tensor, Tensor, "Tensor | None"]
 
 
-class _Slot(threading.local):
-    """This thread's last quantized input and which members have used it."""
+class _Slot:
+    """One thread's last quantized input and which members have used it."""
 
-    source: weakref.ref[Tensor] | None = None
-    version: int | None = None
-    quantized: Quantized | None = None
-    served: frozenset[int] = frozenset()
+    def __init__(self) -> None:
+        self.clear()
 
     def clear(self, _: object = None) -> None:
-        self.source, self.version, self.quantized, self.served = None, None, None, frozenset()
+        """Forget it all; also called when the input dies, in whichever thread that happens."""
+        self.source: weakref.ref[Tensor] | None = None
+        self.version: int | None = None
+        self.quantized: Quantized | None = None
+        self.served: frozenset[int] = frozenset()
 
 
 class InputGroup:
@@ -38,7 +40,7 @@ class InputGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._slot = _Slot()
+        self._threads = threading.local()
 
     def __getstate__(self) -> dict[str, int]:
         return {"size": self.size}  # what is in flight belongs to one thread of one process
@@ -46,16 +48,22 @@ class InputGroup:
     def __setstate__(self, state: dict[str, int]) -> None:
         self.__init__(state["size"])
 
+    @property
+    def _slot(self) -> _Slot:
+        if not hasattr(self._threads, "slot"):
+            self._threads.slot = _Slot()
+        return self._threads.slot
+
     def quantize(self, member: int, x: Tensor, compute: Callable[[Tensor], Quantized]) -> Quantized:
         """The group's quantized x: computed by the first member that asks, reused by the others."""
         slot = self._slot
         version = None if x.is_inference() else x._version
         source = slot.source() if slot.source is not None else None
-        if source is not x or version != slot.version or slot.quantized is None or member in slot.served:
-            slot.clear()
-            slot.quantized = compute(x)
-            slot.source, slot.version = weakref.ref(x, slot.clear), version
         quantized = slot.quantized
+        if source is not x or version != slot.version or quantized is None or member in slot.served:
+            slot.clear()
+            slot.quantized = quantized = compute(x)
+            slot.source, slot.version = weakref.ref(x, slot.clear), version
         slot.served |= {member}
         if len(slot.served) == self.size:
             slot.clear()
@@ -73,6 +81,13 @@ def share_input(layers: Iterable[RotatedLinear]) -> InputGroup:
         LayerError: fewer than two layers, or layers whose inputs would be quantized differently.
     """
     layers = list(layers)
+    plain = [type(m).__name__ for m in layers if not hasattr(m, "input_group")]
+    if plain:
+        raise LayerError(
+            layer=f"group of {len(layers)}",
+            rule=f"it holds {', '.join(plain)}, which quantize no input",
+            fix="share among RotatedLinear layers only",
+        )
     keys = {(m.format.name, str(m.rotation), m.in_features, m.backend) for m in layers}
     same = all(m.rotation == layers[0].rotation for m in layers)
     static = {None if m.input_global_scale is None else m.input_global_scale.item() for m in layers}
