@@ -135,6 +135,8 @@ def _choose(
             pattern, fitted = skipped_by(layer, skip), r.fit(k, f.multiple)
             if pattern is not None:
                 reason = f"matches skip pattern {pattern!r}"
+            elif 0 in weight.shape:
+                reason = "it has no elements"
             elif f.block is None and k > INT8_MAX_K:
                 reason = f"in_features {k} exceeds {INT8_MAX_K}: an int32 accumulator could overflow"
             elif fitted is None:
