@@ -24,5 +24,8 @@ check: setup
 test: setup
 	$(PY) -m pytest
 
+demo: setup
+	$(PY) examples/demo.py
+
 clean:
 	rm -rf $(VENV) build dist demo src/*.egg-info
