@@ -137,17 +137,16 @@ def _open_shards(path: Path, index: dict[str, Any]) -> list[SafetensorsFile]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(path=path, rule="holds no weight_map", fix=_AGAIN)
-    files = []
+    files: dict[str, SafetensorsFile] = {}
     for name in sorted(set(weight_map.values())):
         shard = path.parent / name
         if Path(name).name != name or not shard.is_file():
             raise CheckpointError(path=shard, rule=f"this shard is named in {path.name} but missing", fix=_AGAIN)
-        files.append(SafetensorsFile.open(shard))
-    found = {name: file.path.name for file in files for name in file.tensors}
+        files[name] = SafetensorsFile.open(shard)
     for name, shard in weight_map.items():
-        if found.get(name) != shard:
+        if name not in files[shard].tensors:
             raise CheckpointError(path=path.parent / shard, rule=f"{path.name} says it holds {name!r}", fix=_AGAIN)
-    return files
+    return list(files.values())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from hadaquant.ops import quantize
 from hadaquant.ops.checks import FLOAT_DTYPES
 from hadaquant.rotation import Rotation
 
-#: Elements of a weight worked on at a time: 64 MiB in float32.
-CHUNK = 1 << 24
+#: Elements of a weight worked on at a time: 16 MiB in float32.
+CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
