@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 from hadaquant.cli import app
 from hadaquant.study import all_cases
 
-
 ROWS = """\
 nvfp4 sylvester:16 0.0902 → 0.1155 0.3942 → 0.4973 20.9 → 18.7 8192 + 1024 no
 nvfp4 sylvester:16 0.0952 → 0.0948 20.4 → 20.5 8192 + 1024 no difference"""

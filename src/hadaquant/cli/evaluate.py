@@ -15,7 +15,7 @@ from hadaquant.study.report import console_for, perplexity_table, write_json
 
 
 def eval_(
-    folders: list[Path] = typer.Argument(metavar="DIR...", help="Folders of language models, quantized or plain."),
+    folders: list[Path] = typer.Argument(metavar="DIR", help="Folders of language models, quantized or plain."),
     text: Path = typer.Option(help="UTF-8 text. Never one that was calibrated on."),
     source: Path | None = typer.Option(None, help="The unquantized model, instead of what the folders say."),
     window: int = typer.Option(512, min=2, help="Tokens a window; windows do not overlap."),
