@@ -281,3 +281,21 @@ except hq.HadaquantError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Triton is not installed" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("format", ["int8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("layout", ["native", "comfy"])
+def test_a_gpu_writes_the_same_file(folder, tmp_path, format, layout) -> None:
+    if layout == "comfy" and format != "int8":
+        pytest.skip("the comfy layout holds int8 only")
+    source = folder({f"a{k}.weight": torch.randn(3000, k) for k in (64, 1024, 4096)})
+    for device in ("cpu", "cuda"):
+        hq.quantize_checkpoint(
+            source, tmp_path / f"{device}.safetensors", format, "regular:64", layout=layout, device=device
+        )
+    assert (tmp_path / "cpu.safetensors").read_bytes() == (tmp_path / "cuda.safetensors").read_bytes()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 3000, bias=False))
+    hq.quantize_checkpoint(folder({"0.weight": torch.ones(3000, 64)}, name="b"), tmp_path / "b", format, layout=layout)
+    assert hq.load(tmp_path / "b", model, device="cuda")(torch.ones(2, 64, device="cuda")).device.type == "cuda"

@@ -92,6 +92,7 @@ def test_comfy_layout(source, tmp_path) -> None:
         ({"--rotation": "hadamard"}, ["'sylvester:G', 'regular:G'"]),
         ({"--layout": "gguf"}, ["unknown layout 'gguf'", "comfy, hyperflow, native"]),
         ({"--layout": "comfy", "--format": "nvfp4"}, ["comfy layout holds format int8"]),
+        ({"--device": "nowhere"}, ["unknown device 'nowhere'", "cpu"]),
         ({"OUT": "EXISTING"}, ["exists already"]),
         ({"OUT": "no/such/folder"}, ["parent folder does not exist"]),
         ({"--json": "no/such/report.json"}, ["no/such/report.json: its parent folder does not exist"]),

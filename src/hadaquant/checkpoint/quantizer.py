@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -13,14 +14,14 @@ import torch
 
 from hadaquant._version import __version__
 from hadaquant.checkpoint.atomic import check_new, new_output
-from hadaquant.checkpoint.files import SafetensorsFile, SafetensorsWriter, StoredTensor
+from hadaquant.checkpoint.files import SafetensorsFile, SafetensorsWriter, StoredTensor, TensorSpec
 from hadaquant.checkpoint.layouts import Layout, get_layout
 from hadaquant.checkpoint.linears import find_linears
 from hadaquant.checkpoint.record import METADATA_KEY, Record
 from hadaquant.checkpoint.source import INDEX_SUFFIX, STEM, SUFFIX, Checkpoint, write_json
 from hadaquant.checkpoint.stream import WeightJob
 from hadaquant.checkpoint.unquantized import check_unquantized
-from hadaquant.errors import CheckpointError
+from hadaquant.errors import CheckpointError, UnknownChoice
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.convert import unfit
 from hadaquant.nn.report import LayerReport, Report
@@ -84,9 +85,9 @@ def quantize_checkpoint(
         CheckpointError: a source that cannot be read, an output that cannot be written.
         AlreadyQuantized: the source is quantized.
         PatternError: a skip pattern matches no linear.
-        UnknownChoice, RotationError: no such format, layout or rotation.
+        UnknownChoice, RotationError: no such format, layout, rotation or device.
     """
-    f, r, lay = get_format(format), parse(rotation), get_layout(layout)
+    f, r, lay, where = get_format(format), parse(rotation), get_layout(layout), _device(device)
     lay.check(f, r)
     checkpoint, out = Checkpoint.open(source), Path(out)
     check_new(out)
@@ -109,9 +110,10 @@ def quantize_checkpoint(
     report.record = record.to_dict()
     with new_output(out) as temporary:
         parts = _parts(checkpoint, temporary, single=out.suffix == SUFFIX)
-        ticker = _Ticker(sum(t.nbytes for t in checkpoint.tensors.values()), progress)
+        total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        run = _Run(jobs, record, lay, where, report, total, progress)
         for path, tensors, metadata in parts:
-            _write(path, tensors, metadata, jobs, record, lay, torch.device(device), ticker, report)
+            run.write(path, tensors, metadata)
         report.file_bytes_after = sum(path.stat().st_size for path, _, _ in parts)
         if out.suffix != SUFFIX:
             copied, left_out = checkpoint.other_files()
@@ -119,6 +121,15 @@ def quantize_checkpoint(
             report.left_out = [str(path) for path in left_out]
             _write_index_and_config(checkpoint, temporary, [path for path, _, _ in parts], record)
     return report
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """The device, if this machine has it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        choices = "cpu, cuda" if torch.cuda.is_available() else "cpu (torch finds no GPU here)"
+        raise UnknownChoice(what="device", value=str(device), choices=choices) from error
 
 
 def _choose(
@@ -169,59 +180,59 @@ def _parts(checkpoint: Checkpoint, out: Path, *, single: bool) -> list[_Part]:
     return [(out / name, file.tensors, file.metadata) for name, file in zip(names, files, strict=True)]
 
 
-class _Ticker:
-    """Adds up the bytes that are done, for the caller's progress display."""
+@dataclass
+class _Run:
+    """One run of the quantizer: what all its files share."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self.total, self.progress = 0, total, progress
+    jobs: dict[str, WeightJob]
+    record: Record
+    layout: Layout
+    device: torch.device
+    report: Report
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def write(self, path: Path, tensors: dict[str, StoredTensor], metadata: dict[str, str]) -> None:
+        """Write one file: some tensors as they are, the results of the others."""
+        jobs = {name: self.jobs[name] for name in tensors if name in self.jobs}
+        results = {name: job.specs(self.layout) for name, job in jobs.items()}
+        copied = {name: stored for name, stored in tensors.items() if name not in jobs}
+        specs: dict[str, TensorSpec] = dict(copied)
+        for result in results.values():
+            clash = sorted(specs.keys() & result.keys())
+            if clash:
+                raise CheckpointError(path=path, rule=f"both the source and the layout use {clash}", fix="rename them")
+            specs |= result
+        part = self.record.of_file({job.layer for job in jobs.values()}, set(copied))
+        header = metadata | self.layout.metadata(part) | {METADATA_KEY: part.to_json()}
+        with SafetensorsWriter(path, specs, header) as writer:
+            for name, stored in copied.items():
+                writer.copy(name, stored)
+                self.advance(name, stored.nbytes)
+            for name, job in jobs.items():
+                error = job.write(writer, self.layout, self.device, functools.partial(self.advance, name))
+                self.tell(job, error, sum(spec.nbytes for spec in results[name].values()))
 
     def advance(self, name: str, nbytes: int) -> None:
+        """Tell the caller how far the run is."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(name, self.done, self.total)
 
-
-def _write(
-    path: Path,
-    tensors: dict[str, StoredTensor],
-    metadata: dict[str, str],
-    jobs: dict[str, WeightJob],
-    record: Record,
-    layout: Layout,
-    device: torch.device,
-    ticker: _Ticker,
-    report: Report,
-) -> None:
-    mine = {name: jobs[name] for name in tensors if name in jobs}
-    results = {name: job.specs(layout) for name, job in mine.items()}
-    copied = {name: stored for name, stored in tensors.items() if name not in mine}
-    specs = dict(copied)
-    for result in results.values():
-        clash = sorted(specs.keys() & result.keys())
-        if clash:
-            raise CheckpointError(path=path, rule=f"both the source and the layout use {clash}", fix="rename them")
-        specs |= result
-    part = record.of_file({job.layer for job in mine.values()}, set(copied))
-    header = metadata | layout.metadata(part) | {METADATA_KEY: part.to_json()}
-    with SafetensorsWriter(path, specs, header) as writer:
-        for name, stored in copied.items():
-            writer.copy(name, stored)
-            ticker.advance(name, stored.nbytes)
-        for name, job in mine.items():
-            error = job.write(writer, layout, device, lambda nbytes, name=name: ticker.advance(name, nbytes))
-            note = job.note if math.isfinite(error) else f"{job.note} it holds NaN or Inf".strip()
-            report.layers.append(
-                LayerReport(
-                    name=job.layer,
-                    shape=job.weight.shape,
-                    format=job.format.name,
-                    rotation=str(job.rotation),
-                    reason=note,
-                    bytes_before=job.weight.nbytes,
-                    bytes_after=sum(spec.nbytes for spec in results[name].values()),
-                    error=error,
-                )
-            )
+    def tell(self, job: WeightJob, error: float, nbytes: int) -> None:
+        """Put a finished layer into the report."""
+        layer = LayerReport(
+            name=job.layer,
+            shape=job.weight.shape,
+            format=job.format.name,
+            rotation=str(job.rotation),
+            reason=job.note if math.isfinite(error) else f"{job.note} it holds NaN or Inf".strip(),
+            bytes_before=job.weight.nbytes,
+            bytes_after=nbytes,
+            error=error,
+        )
+        self.report.layers.append(layer)
 
 
 def _write_index_and_config(checkpoint: Checkpoint, out: Path, files: list[Path], record: Record) -> None:

@@ -49,7 +49,7 @@ def quantize(
     with (
         _ending_politely(),
         Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TimeRemainingColumn(),
