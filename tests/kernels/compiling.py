@@ -11,6 +11,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 NVIDIA = (80, 86, 89, 90, 100, 103, 120)
 AMD = ("gfx942", "gfx950")
@@ -40,8 +41,8 @@ def gpu_target(name: str) -> GPUTarget:
 def compile_for(kernel, pointers: dict[str, str], arguments: dict[str, object], target: str) -> Usage:
     """Compile with pointer types, and constants and launch options as a launcher passes them.
 
-    Parameters that are neither are int32 sizes. Pointers and sizes count as multiples of 16, as
-    Triton finds them at run time.
+    Parameters that are neither are int32 sizes. Pointers, N and K count as multiples of 16, as Triton
+    finds them at run time for most models.
     """
     options = {k: v for k, v in arguments.items() if k in _LAUNCH}
     constants = {k: v for k, v in arguments.items() if k not in _LAUNCH}
@@ -51,11 +52,13 @@ def compile_for(kernel, pointers: dict[str, str], arguments: dict[str, object], 
             signature[name] = "constexpr"
             continue
         signature[name] = pointers.get(name, "i32")
-        attributes[(index,)] = [["tt.divisibility", 16]]
+        if signature[name].startswith("*") or name in ("K", "N"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
     unknown = set(constants) - set(kernel.arg_names)
     if unknown:
         raise ValueError(f"{kernel} has no parameters {unknown}")
-    source = ASTSource(kernel, signature, constants, attributes)
+    source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_of(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=gpu_target(target), options=options)
     return _nvidia(compiled) if target.startswith("sm_") else _amd(compiled)
 

@@ -10,11 +10,13 @@ from hadaquant.rotation import Rotation, parse
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from hadaquant.kernels import gemm, quantize, rotate
+from hadaquant.kernels import gemm, gemm_int8_hopper, gemm_int8_small, quantize, quantize_rows_gluon, rotate
 from hadaquant.kernels.runtime import OPTIONS
 
 from .compiling import SHARED_LIMIT, TARGETS, compile_for
 
+#: Launches can overlap.
+OVERLAPPING = ("sm_90", "sm_100", "sm_103", "sm_120")
 ROTATIONS = ("none", "sylvester:16", "sylvester:128", "regular:256", "sylvester:4096", "matrix:64", "matrix:256")
 
 
@@ -87,7 +89,8 @@ def test_rotate_and_amax(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_products(target, m):
     int8 = {"x_ptr": "*i8", "w_ptr": "*i8", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
-    arguments = {**gemm.int8_config(m), "HAS_BIAS": True, **OPTIONS}
+    tile = {1: (16, 32), 128: (64, 64), 4096: (128, 128)}[m]
+    arguments = {**gemm.int8_config(tile, overlap=target in OVERLAPPING), "HAS_BIAS": True}
     check(compile_for(gemm.int8_mm_kernel, int8, arguments, target), target)
     fp4 = {
         **int8,
@@ -100,3 +103,49 @@ def test_products(target, m):
     }
     arguments = {**gemm.fp4_config(m, get_format("nvfp4")), "HAS_BIAS": True, "DOT": gemm.tl.bfloat16, **OPTIONS}
     check(compile_for(gemm.fp4_mm_kernel, fp4, arguments, target), target)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm_")])
+def test_products_of_few_rows(target):
+    int8 = {"x_ptr": "*i8", "w_ptr": "*i8", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    overlap = target in OVERLAPPING
+    for m in (1, 2):
+        arguments = {**gemm_int8_small.gemv_config(m, 4096, overlap), "HAS_BIAS": True}
+        check(compile_for(gemm_int8_small.gemv_kernel, int8, arguments, target), target)
+    arguments = {**gemm_int8_small.few_rows_config(overlap), "HAS_BIAS": True}
+    check(compile_for(gemm_int8_small.few_rows_kernel, int8, arguments, target), target)
+
+
+@pytest.mark.parametrize("k", [3072, 5120, 32768])
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm_")])
+def test_rows_in_gluon(target, k):
+    rows = {"x_ptr": "*bf16", "q_ptr": "*i8", "s_ptr": "*fp32", "signs_ptr": "*fp32"}
+    arguments = quantize_rows_gluon.config(get_format("int8"), rotation_of("regular:256"), k)
+    check(compile_for(quantize_rows_gluon.quantize_rows_gluon, rows, arguments, target), target)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_hopper_product(cut):
+    from triton.experimental.gluon import language as gl
+
+    def matrix(dtype: str, *block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), {"i8": gl.int8, "bf16": gl.bfloat16}[dtype])
+        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+    def vector(n: int) -> str:
+        return f"tensordesc<fp32[{n}],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
+
+    parameters = {
+        "x_desc": matrix("i8", 64, 128),
+        "w_desc": matrix("i8", 256, 128),
+        "w_cut_desc": matrix("i8", 256 // cut, 128),
+        "y_desc": matrix("bf16", 64, 128),
+        "y_cut_desc": matrix("bf16", 64, min(128, 256 // cut)),
+        "sx_desc": vector(128),
+        "sw_desc": vector(256),
+        "sw_cut_desc": vector(256 // cut),
+        "bias_ptr": "*bf16",
+    }
+    usage = compile_for(gemm_int8_hopper.int8_mm_hopper, parameters, gemm_int8_hopper.config(cut, True), "sm_90")
+    assert usage.spills == 0
+    assert usage.shared <= 227 * 1024  # what a block of sm_90 may use

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, on, placeholder
+from hadaquant.kernels.runtime import OPTIONS, launches_overlap, on, overlapping, placeholder
 
 
 @triton.jit
@@ -34,7 +34,11 @@ def _tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
 def int8_mm_kernel(
     x_ptr, sx_ptr, w_ptr, sw_ptr, bias_ptr, y_ptr, M, N, K,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, column = _tile_of(M, N, BM, BN, GROUP_M)
     k = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), tl.int32)
@@ -94,13 +98,19 @@ def fp4_mm_kernel(
     tl.store(y_ptr + row[:, None] * N + column[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=mask)
 
 
-def int8_config(m: int) -> dict[str, Any]:
-    """Tile of :func:`int8_mm_kernel`: 16 rows at least, which is what matrix units take."""
-    if m <= 32:
-        return {"BM": 16, "BN": 64, "BK": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 4}
-    if m <= 256:
-        return {"BM": 64, "BN": 64, "BK": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
-    return {"BM": 128, "BN": 128, "BK": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 4}
+#: Depth and launch options of each tile of :func:`int8_mm_kernel`, within 99 KiB of shared memory.
+_INT8_TILES: dict[tuple[int, int], dict[str, int]] = {
+    (16, 32): {"BK": 256, "num_warps": 4, "num_stages": 4},
+    (64, 32): {"BK": 256, "num_warps": 4, "num_stages": 4},
+    (64, 64): {"BK": 128, "num_warps": 4, "num_stages": 5},
+    (128, 64): {"BK": 128, "num_warps": 4, "num_stages": 4},
+    (128, 128): {"BK": 64, "num_warps": 8, "num_stages": 4},
+}
+
+
+def int8_config(tile: tuple[int, int], overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments and launch options of :func:`int8_mm_kernel`."""
+    return {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "OVERLAP": overlap, **_INT8_TILES[tile], **OPTIONS}
 
 
 def fp4_config(m: int, format: Format) -> dict[str, Any]:
@@ -129,25 +139,44 @@ def scaled_mm(
     format: Format,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    *,
+    kernel: str,
+    tile: tuple[int, int] | None = None,
 ) -> Tensor:
-    """[M, N] as ``reference.scaled_mm``: int8 the same bits, FP4 but for the order of sums."""
+    """[M, N] as ``reference.scaled_mm``: int8 the same bits, FP4 but for the order of sums.
+
+    ``kernel`` and ``tile`` are the plan's.
+    """
     m, n, k = x_codes.shape[0], w_codes.shape[0], format.k_of(x_codes.shape[1])
     y = torch.empty(m, n, dtype=out_dtype, device=x_codes.device)
-    operands = [t.contiguous() for t in (x_codes, x_scales, w_codes, w_scales)]
-    x, sx, w, sw = operands
-    has_bias = bias is not None
-    b = bias.contiguous() if bias is not None else placeholder(x)
-    with on(x.device):
-        if format.block is None:
-            config = int8_config(m)
-            grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
-            int8_mm_kernel[grid](x, sx, w, sw, b, y, m, n, k, HAS_BIAS=has_bias, **config, **OPTIONS)
-        else:
-            config = fp4_config(m, format)
-            grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
-            gx = x_global if x_global is not None else placeholder(x)
-            gw = w_global if w_global is not None else placeholder(x)
-            # the interpreter's bfloat16 is not the hardware's; the values are exact in either
-            dot = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-            fp4_mm_kernel[grid](x, sx, gx, w, sw, gw, b, y, m, n, k, HAS_BIAS=has_bias, DOT=dot, **config, **OPTIONS)
+    x, sx, w, sw = (t.contiguous() for t in (x_codes, x_scales, w_codes, w_scales))
+    bias = bias.contiguous() if bias is not None else None
+    if kernel == "int8_mm_hopper":
+        from hadaquant.kernels.gemm_int8_hopper import int8_mm
+
+        int8_mm(x, sx, w, sw, bias, y)
+    elif kernel in ("int8_gemv", "int8_few_rows"):
+        from hadaquant.kernels.gemm_int8_small import few_rows, gemv
+
+        (gemv if kernel == "int8_gemv" else few_rows)(x, sx, w, sw, bias, y)
+    elif kernel == "int8_mm":
+        config = int8_config(tile or (128, 128), launches_overlap(x.device))
+        grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+        b = bias if bias is not None else placeholder(x)
+        with on(x.device):
+            int8_mm_kernel[grid](
+                x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
+            )
+    else:
+        config = fp4_config(m, format)
+        grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+        gx = x_global if x_global is not None else placeholder(x)
+        gw = w_global if w_global is not None else placeholder(x)
+        b = bias if bias is not None else placeholder(x)
+        # the interpreter's bfloat16 is not the hardware's; the values are exact in either
+        dot = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+        with on(x.device):
+            fp4_mm_kernel[grid](
+                x, sx, gx, w, sw, gw, b, y, m, n, k, HAS_BIAS=bias is not None, DOT=dot, **config, **OPTIONS
+            )
     return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,12 +12,61 @@ from torch import Tensor
 #: A fused multiply-add rounds once where the contract rounds twice.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
+#: Of a Hopper multiprocessor: registers, shared memory, warps, blocks.
+_REGISTERS, _SHARED, _WARPS, _BLOCKS = 65536, 228 * 1024, 64, 32
+
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on a device that need not be the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def placeholder(x: Tensor) -> Tensor:
     """A pointer for an argument that the kernel was compiled not to read."""
     return x
+
+
+@functools.cache
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a kernel can start before the one ahead of it ends: programmatic dependent launch, from sm_90."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapping(config: dict[str, Any]) -> dict[str, Any]:
+    """The launch option of a kernel that waits for its input by itself."""
+    return {"launch_pdl": True} if config["OVERLAP"] else {}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Launch:
+    """A kernel compiled once for one set of constants, launched without looking at its arguments again.
+
+    Arguments must keep the dtypes and the 16-byte alignment of those it was compiled with.
+    """
+
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], config: dict[str, Any]) -> None:
+        names = kernel.arg_names
+        self._constants = tuple(config[name] for name in names[len(arguments) :])
+        self.compiled = kernel.warmup(*arguments, **config, grid=(1,))
+        self.compiled._init_handles()
+        self.occupancy = self._occupancy(config["num_warps"])
+
+    def _occupancy(self, warps: int) -> int:
+        """Blocks a multiprocessor holds, rounded down so that its four schedulers get equal warps."""
+        per_warp = -(-self.compiled.n_regs // 8) * 8 * 32
+        blocks = min(_REGISTERS // (per_warp * warps), _WARPS // warps, _BLOCKS)
+        if self.compiled.metadata.shared:
+            blocks = min(blocks, _SHARED // (self.compiled.metadata.shared + 1024))
+        while blocks * warps > 4 and blocks * warps % 4:
+            blocks -= 1
+        return max(blocks, 1)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        self.compiled[grid](*arguments, *self._constants)

@@ -78,8 +78,8 @@ def _rotate(
     checks.check_input(x, None, r)
     plan = _rotate_plan(x, r, backend)
     if plan.kernel == "reference" or x.numel() == 0:
-        y = reference.rotate(x, r, inverse)
-        return y.clone(memory_format=torch.contiguous_format) if r.kind == "none" else y
+        y = reference.rotate(x, r, inverse).contiguous()
+        return y.clone() if y is x else y
     from hadaquant.kernels.rotate import rotate
 
     return rotate(x, r, inverse)
@@ -153,7 +153,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     r = trusted(rotation, signs, matrix)
     f = _checked(x, format, r, global_scale, scale_layout)
-    plan = tell(plan_quantize(f, r, target_of(x.device), backend))
+    plan = tell(plan_quantize(f, r, target_of(x.device), backend, dtype=x.dtype, k=x.shape[-1]))
     if plan.kernel == "reference" or x.numel() == 0:
         return reference.quantize(x, f, r, global_scale, scale_layout)
     from hadaquant.kernels.quantize import quantize
@@ -161,7 +161,7 @@ def _quantize(
 
     if plan.kernel.startswith("rotate+"):
         x, r = rotate(x, r, False), NONE
-    return quantize(x, f, r, global_scale, scale_layout)
+    return quantize(x, f, r, global_scale, scale_layout, kernel=plan.kernel)
 
 
 @_fake("quantize")
@@ -243,12 +243,14 @@ def _scaled_mm(
     s2 = x_scales.reshape(-1) if f.block is None else x_scales.reshape(x2.shape[0], -1)
     if x2.shape[0] == 0 or w_codes.shape[0] == 0:
         return torch.empty((*lead, w_codes.shape[0]), dtype=out_dtype, device=x_codes.device)
-    plan = tell(plan_scaled_mm(f, target_of(x_codes.device), backend))
+    m, n, k = x2.shape[0], w_codes.shape[0], f.k_of(x2.shape[1])
+    plan = tell(plan_scaled_mm(f, target_of(x_codes.device), backend, m=m, n=n, k=k, out_dtype=out_dtype))
+    operands = (x2, s2, x_global, *w, f, bias, out_dtype)
     if plan.kernel == "reference":
-        from hadaquant.reference import scaled_mm
-    else:
-        from hadaquant.kernels.gemm import scaled_mm
-    return scaled_mm(x2, s2, x_global, *w, f, bias, out_dtype).view(*lead, w_codes.shape[0])
+        return reference.scaled_mm(*operands).view(*lead, n)
+    from hadaquant.kernels.gemm import scaled_mm
+
+    return scaled_mm(*operands, kernel=plan.kernel, tile=plan.tile).view(*lead, n)
 
 
 @_fake("scaled_mm")

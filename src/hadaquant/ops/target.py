@@ -20,6 +20,7 @@ class Target:
         vendor: ``cpu``, ``nvidia`` or ``amd``.
         arch: compute capability times ten, or the gfx number; 0 for a CPU.
         warp: threads of a warp.
+        multiprocessors: of the largest card of its kind.
         shared_bytes: shared memory a block may use.
         int8_units: whether matrix units multiply int8 at more than the bf16 rate.
         fp4_units: whether matrix units multiply block-scaled E2M1.
@@ -29,6 +30,7 @@ class Target:
     vendor: Literal["cpu", "nvidia", "amd"]
     arch: int
     warp: int = 32
+    multiprocessors: int = 1
     shared_bytes: int = 0
     int8_units: bool = True
     fp4_units: bool = False
@@ -37,19 +39,29 @@ class Target:
         return self.name
 
 
-def _nvidia(arch: int, shared_kib: int, *, int8_units: bool = True, fp4_units: bool = False) -> Target:
+def _nvidia(
+    arch: int, multiprocessors: int, shared_kib: int, *, int8_units: bool = True, fp4_units: bool = False
+) -> Target:
     return Target(
         name=f"sm_{arch}",
         vendor="nvidia",
         arch=arch,
+        multiprocessors=multiprocessors,
         shared_bytes=shared_kib * 1024,
         int8_units=int8_units,
         fp4_units=fp4_units,
     )
 
 
-def _amd(name: str, shared_kib: int) -> Target:
-    return Target(name=name, vendor="amd", arch=int(name[3:]), warp=64, shared_bytes=shared_kib * 1024)
+def _amd(name: str, multiprocessors: int, shared_kib: int) -> Target:
+    return Target(
+        name=name,
+        vendor="amd",
+        arch=int(name[3:]),
+        warp=64,
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_kib * 1024,
+    )
 
 
 #: Shared memory a block can opt in to: CUDA C++ Programming Guide, compute capabilities; AMD's CDNA
@@ -59,15 +71,15 @@ TARGETS: dict[str, Target] = {
     for t in (
         Target(name="cpu", vendor="cpu", arch=0),
         Target(name="interpreter", vendor="cpu", arch=0),
-        _nvidia(80, 163),
-        _nvidia(86, 99),
-        _nvidia(89, 99),
-        _nvidia(90, 227),
-        _nvidia(100, 227, fp4_units=True),
-        _nvidia(103, 227, int8_units=False, fp4_units=True),
-        _nvidia(120, 99, fp4_units=True),
-        _amd("gfx942", 64),
-        _amd("gfx950", 160),
+        _nvidia(80, 108, 163),
+        _nvidia(86, 84, 99),
+        _nvidia(89, 128, 99),
+        _nvidia(90, 132, 227),
+        _nvidia(100, 148, 227, fp4_units=True),
+        _nvidia(103, 148, 227, int8_units=False, fp4_units=True),
+        _nvidia(120, 170, 99, fp4_units=True),
+        _amd("gfx942", 304, 64),
+        _amd("gfx950", 256, 160),
     )
 }
 
@@ -102,6 +114,7 @@ def target_of(device: torch.device) -> Target:
         name=name,
         vendor="amd" if torch.version.hip else "nvidia",
         arch=arch,
+        multiprocessors=properties.multi_processor_count,
         shared_bytes=99 * 1024,
         int8_units=arch != 103,
         fp4_units=False,
