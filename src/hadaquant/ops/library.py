@@ -240,9 +240,9 @@ def _scaled_mm(
     _check_operands((x_codes, x_scales, x_global), w, bias, f)
     lead = x_codes.shape[:-1]
     x2 = x_codes.reshape(-1, x_codes.shape[-1])
-    s2 = x_scales.reshape(-1) if f.block is None else x_scales.reshape(x2.shape[0], -1)
     if x2.shape[0] == 0 or w_codes.shape[0] == 0:
         return torch.empty((*lead, w_codes.shape[0]), dtype=out_dtype, device=x_codes.device)
+    s2 = x_scales.reshape(-1) if f.block is None else x_scales.reshape(x2.shape[0], -1)
     m, n, k = x2.shape[0], w_codes.shape[0], f.k_of(x2.shape[1])
     plan = tell(plan_scaled_mm(f, target_of(x_codes.device), backend, m=m, n=n, k=k, out_dtype=out_dtype))
     operands = (x2, s2, x_global, *w, f, bias, out_dtype)
