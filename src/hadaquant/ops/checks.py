@@ -70,8 +70,8 @@ def check_global_number(value: float) -> None:
     Raises:
         GlobalScaleError.
     """
-    as_fp32 = torch.tensor(value, dtype=torch.float32).item()
-    if not (0.0 < as_fp32 < float("inf")):
+    float32 = torch.finfo(torch.float32)
+    if not float32.smallest_normal * float32.eps <= value <= float32.max:
         raise GlobalScaleError(
             value=value, rule="it must be positive and finite in float32", fix="g = amax / (6 · 448), or leave it out"
         )
