@@ -3,7 +3,8 @@
 ``block amax -> stored scale -> multiplier`` is one rule, an instance of :class:`ScaleRule`.
 The largest magnitude travels as integer bits, because an integer maximum keeps NaN and Inf and
 has no order. Divisions are by tensors: on CUDA, torch divides by a Python scalar through the
-reciprocal, which is not the correctly rounded quotient.
+reciprocal, which is not the correctly rounded quotient. Those tensors are filled on the device, since
+a copy from the host could not be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def global_scale_of(amax: Tensor) -> Tensor:
     >>> global_scale_of(torch.tensor(2688.0)).item()
     1.0
     """
-    g = amax / amax.new_tensor(E2M1_MAX) / amax.new_tensor(E4M3_MAX)
+    g = amax / amax.new_full((), E2M1_MAX) / amax.new_full((), E4M3_MAX)
     return torch.where(g == 0, torch.ones_like(g), g)
 
 
 def _choose_e4m3(amax_bits: Tensor, global_scale: Tensor | None) -> Tensor:
     amax, g = amax_bits.view(torch.float32), _given(global_scale)
-    s = (amax / amax.new_tensor(E2M1_MAX)) / g
+    s = (amax / amax.new_full((), E2M1_MAX)) / g
     bad = (amax_bits >= FP32_INF_BITS) | ~((g > 0) & (g < float("inf")))
     return encode_e4m3(s).masked_fill_(bad, E4M3_NAN)
 
@@ -114,7 +115,7 @@ def _multiplier_e8m0(stored: Tensor, _: Tensor | None) -> Tensor:
 
 def _choose_absmax(amax_bits: Tensor, _: Tensor | None) -> Tensor:
     amax = amax_bits.view(torch.float32)
-    s = torch.maximum(amax, amax.new_tensor(INT8_AMAX_FLOOR)) / amax.new_tensor(float(INT8_MAX))
+    s = torch.maximum(amax, amax.new_full((), INT8_AMAX_FLOOR)) / amax.new_full((), float(INT8_MAX))
     return torch.where(amax_bits >= FP32_INF_BITS, FP32_NAN_BITS, s.view(torch.int32)).view(torch.float32)
 
 

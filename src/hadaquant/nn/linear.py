@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from hadaquant.contract import Contract
 from hadaquant.errors import LayerError, ShapeError
 from hadaquant.formats import Format, get_format
-from hadaquant.formats.scales import global_scale_of
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
 from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
@@ -219,7 +218,7 @@ class RotatedLinear(nn.Module):
         rotation = (self.rotation_spec, self.signs, self.matrix)
         g = self.input_global_scale
         if g is None and self.format.has_global_scale:
-            g = global_scale_of(ops.amax(x, *rotation, self.backend))
+            g = ops.global_scale(ops.amax(x, *rotation, self.backend))
         codes, scales = ops.quantize(x, self.format.name, *rotation, g, "linear", self.backend)
         return codes, scales, g
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hadaquant.errors import MismatchError
 from hadaquant.formats import Format, get_format
-from hadaquant.formats.scales import global_scale_of
 from hadaquant.ops import library as _library  # noqa: F401 - defines torch.ops.hadaquant
 from hadaquant.ops.checks import check_global_number, check_input
 from hadaquant.ops.options import check_backend
@@ -76,7 +75,7 @@ def quantize(
         global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
     elif f.has_global_scale:
         check_input(x, f, r)  # before the work of finding the maximum
-        global_scale = global_scale_of(torch.ops.hadaquant.amax(x, *args, backend))
+        global_scale = torch.ops.hadaquant.global_scale(torch.ops.hadaquant.amax(x, *args, backend))
     codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, global_scale, scale_layout, backend)
     return QuantizedTensor(codes, scales, global_scale, f, r, scale_layout)
 

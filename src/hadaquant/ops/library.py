@@ -4,6 +4,7 @@
 |---|---|---|
 | rotate | x [..., K] | float32 [..., K] |
 | amax | x [..., K] | float32 [], over the finite values of the rotated x |
+| global_scale | float32 [] of amax | float32 [], nvfp4's multiplier |
 | quantize | x [..., K] | codes, scales |
 | dequantize | codes, scales | float32 [..., K], original basis |
 | scaled_mm | two quantized matrices | [..., N] |
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from hadaquant import reference
 from hadaquant.formats import Format, get_format
+from hadaquant.formats.scales import global_scale_of
 from hadaquant.ops import checks
 from hadaquant.ops.plan import Plan, plan_quantize, plan_scaled_mm, tell
 from hadaquant.ops.target import target_of
@@ -124,6 +126,20 @@ def _amax(x: Tensor, rotation: str, signs: Tensor | None, matrix: Tensor | None,
 def _(x, rotation, signs, matrix, backend):
     checks.check_input(x, None, trusted(rotation, signs, matrix))
     return x.new_empty((), dtype=torch.float32)
+
+
+# ---- global_scale -------------------------------------------------------------------------------
+
+
+@_op("global_scale(Tensor amax) -> Tensor")
+def _global_scale(amax: Tensor) -> Tensor:
+    # an op of its own, because a compiler that saw its divisions would replace them by faster, wrong ones
+    return global_scale_of(amax)
+
+
+@_fake("global_scale")
+def _(amax):
+    return amax.new_empty(())
 
 
 # ---- quantize -----------------------------------------------------------------------------------
