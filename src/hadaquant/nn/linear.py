@@ -189,7 +189,7 @@ class RotatedLinear(nn.Module):
             raise ShapeError(
                 what="x", found=tuple(x.shape), expected=f"[..., {self.in_features}]", fix="as nn.Linear needs it"
             )
-        if x.dtype in FLOAT_DTYPES and torch.is_autocast_enabled(x.device.type):
+        if x.dtype in FLOAT_DTYPES and not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return _StraightThrough.apply(x, self.bias, self)
