@@ -32,3 +32,6 @@ demo: setup
 
 clean:
 	rm -rf $(VENV) build dist demo src/*.egg-info
+
+docs: setup
+	$(PY) docs/generate.py
