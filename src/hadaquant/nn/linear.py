@@ -159,7 +159,16 @@ class RotatedLinear(nn.Module):
 
     def dequantized_weight(self) -> Tensor:
         """float32 [N, K] in the original basis: what ``weight`` has become."""
-        return self.quantized_weight().dequantize()
+        return torch.ops.hadaquant.dequantize(
+            self.codes,
+            self.scales,
+            self.global_scale,
+            self.format.name,
+            self.rotation_spec,
+            self.signs,
+            self.matrix,
+            "linear",
+        )
 
     @property
     def weight(self) -> Tensor:
