@@ -19,10 +19,12 @@ PAGE = Path(__file__).parent / "formats.md"
 def text() -> str:
     """The page."""
     lines = ["# Formats", "", "Written by `make docs` from src/hadaquant/formats. Change it there.", ""]
-    lines += ["| name | element | scale rule | block | global scale | bytes for 4096 × 4096 |", "|---|---|---|---|---|---|"]
+    lines.append("| name | element | scale rule | block | global scale | bytes for 4096 × 4096 |")
+    lines.append("|---|---|---|---|---|---|")
     for f in FORMATS.values():
         block, world = f.block or "row", "yes" if f.has_global_scale else "no"
-        lines.append(f"| `{f.name}` | {f.element.name} | {f.scale.name} | {block} | {world} | {f.nbytes((4096, 4096)):,} |")
+        nbytes = f.nbytes((4096, 4096))
+        lines.append(f"| `{f.name}` | {f.element.name} | {f.scale.name} | {block} | {world} | {nbytes:,} |")
     for module in sorted(m.name for m in pkgutil.iter_modules(formats.__path__)):
         loaded = importlib.import_module(f"{formats.__name__}.{module}")
         defined = [v for v in vars(loaded).values() if isinstance(v, Format)]

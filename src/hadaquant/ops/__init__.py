@@ -66,18 +66,19 @@ def quantize(
     f, r = get_format(format), parse(rotation).to(x.device)
     args = (r.spec, r.signs, r.matrix)
     check_backend(backend)
+    g: Tensor | None = None
     if isinstance(global_scale, Tensor):
         # any one-element shape will do; another is refused by the op
-        global_scale = global_scale.to(x.device)
-        global_scale = global_scale.reshape(()) if global_scale.numel() == 1 else global_scale
+        g = global_scale.to(x.device)
+        g = g.reshape(()) if g.numel() == 1 else g
     elif global_scale is not None:
         check_global_number(global_scale)
-        global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
+        g = torch.full((), global_scale, dtype=torch.float32, device=x.device)
     elif f.has_global_scale:
         check_input(x, f, r)  # before the work of finding the maximum
-        global_scale = torch.ops.hadaquant.global_scale(torch.ops.hadaquant.amax(x, *args, backend))
-    codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, global_scale, scale_layout, backend)
-    return QuantizedTensor(codes, scales, global_scale, f, r, scale_layout)
+        g = torch.ops.hadaquant.global_scale(torch.ops.hadaquant.amax(x, *args, backend))
+    codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, g, scale_layout, backend)
+    return QuantizedTensor(codes, scales, g, f, r, scale_layout)
 
 
 def scaled_mm(
