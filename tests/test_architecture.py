@@ -14,6 +14,7 @@ FILES = sorted(SRC.rglob("*.py"))
 
 #: A room may import lower rooms and itself. The package's own ``__init__`` gathers the public names.
 LEVELS = {
+    "__main__": 10,
     "cli": 9,
     "study": 8,
     "checkpoint": 7,
@@ -30,7 +31,7 @@ LEVELS = {
     "_version": 0,
 }
 #: Rooms above everything that ``import hadaquant`` loads, which may import the package itself.
-OUTER = ("cli", "study", "checkpoint")
+OUTER = ("__main__", "cli", "study", "checkpoint")
 #: Not needed to use the library, so never loaded before they are used.
 OPTIONAL = ("triton", "transformers", "accelerate", "gguf", "matplotlib", "jinja2", "rich", "typer")
 

@@ -240,12 +240,13 @@ def parse(rotation: str | Rotation, signs: Tensor | None = None, matrix: Tensor 
     """
     if isinstance(rotation, Rotation):
         return rotation
-    kind, _, group = rotation.partition(":")
-    if kind not in KINDS or (kind == "none") != (group == "") or not (group == "" or group.isdecimal()):
+    kind, _, group = rotation.partition(":") if isinstance(rotation, str) else ("", "", "")
+    plain = group == "" or (group.isascii() and group.isdecimal() and not group.startswith("0"))
+    if kind not in KINDS or (kind == "none") != (group == "") or not plain:
         raise RotationError(
-            value=repr(rotation),
+            value=repr(rotation) if isinstance(rotation, str) else f"of type {type(rotation).__name__}",
             rule="a rotation is written 'none', 'sylvester:G', 'regular:G' or 'matrix:G'",
-            fix="for example 'sylvester:16' or 'regular:256'; signs and matrices go into hq.Rotation",
+            fix="for example 'sylvester:16' or 'regular:256'; a tensor goes into hq.Rotation('matrix', matrix=tensor)",
         )
     if rotation == "none" and signs is None and matrix is None:
         return NONE

@@ -91,6 +91,8 @@ def quantize_checkpoint(
     lay.check(f, r)
     checkpoint, out = Checkpoint.open(source), Path(out)
     check_new(out)
+    if out.resolve().is_relative_to(Path(source).resolve()):
+        raise CheckpointError(path=out, rule="lies inside the source", fix="write beside it")
     check_unquantized(checkpoint)
     report = CheckpointReport(file_bytes_before=checkpoint.nbytes)
     jobs, report.linears = _choose(checkpoint, f, r, skip, report)
@@ -227,7 +229,7 @@ class _Run:
             shape=job.weight.shape,
             format=job.format.name,
             rotation=str(job.rotation),
-            reason=job.note if math.isfinite(error) else f"{job.note} it holds NaN or Inf".strip(),
+            reason=job.note if math.isfinite(error) else f"{job.note} (it holds NaN or Inf)".strip(),
             bytes_before=job.weight.nbytes,
             bytes_after=nbytes,
             error=error,

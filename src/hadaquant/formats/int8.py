@@ -3,7 +3,7 @@
 The contract, version 1. ``y`` is the rotated row in float32.
 
 1.  The block is the whole row: a token of the activations, an output channel of a weight.
-2.  The scale is max(amax, 1e-12) / 127, correctly rounded.
+2.  The scale is max(amax, 1e-12) / 127, correctly rounded: a row below 3.9e-15 decodes to 0.
 3.  The code is RNE(y / scale), the correctly rounded quotient, nearest, ties to even.
 4.  Codes lie in -127..127; -128 is never written.
 5.  The decoded value is RN(code * scale).

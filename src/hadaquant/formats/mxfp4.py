@@ -8,7 +8,8 @@ The contract, version 1. ``y`` is the rotated row in float32.
 4.  ``mxfp4-ceil``: the smallest e with amax <= 6 * 2**e. Nothing saturates.
 5.  ``mxfp4-even``: e = exponent(bits(amax) + 0x200000) - 2, which rounds up from mantissa 1.75.
 6.  The code is E2M1 of y / 2**e, nearest, ties to the even code; sign bit set iff y < 0.
-7.  The decoded value is code * 2**e.
+7.  The decoded value is code * 2**e. ``mxfp4-ceil`` and ``mxfp4-even`` can round a magnitude of
+    2.98e38 or more up to 2**128, which float32 calls infinite; ``mxfp4`` cannot.
 8.  An all-zero block has scale 0x00 and codes 0.
 9.  A block holding NaN or Inf has scale 0xFF and codes 0; no other block notices.
 10. Element 2i is in the low nibble. Scales are row-major [M, K/32], or tiled 128x4.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from hadaquant.errors import PatternError
+from hadaquant.errors import PatternError, UnknownChoice
 
 #: Skipped unless told otherwise: an output head is often tied to the embedding and always sensitive.
 DEFAULT_SKIP = ("lm_head",)
@@ -35,16 +35,27 @@ def skipped_by(name: str, skip: Iterable[str]) -> str | None:
     return next((pattern for pattern in skip if matches(pattern, name)), None)
 
 
+def _check_expression(pattern: str) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            why = f"is no regular expression: {error}"
+            raise UnknownChoice(what=f"skip pattern, which {why},", value=pattern, choices="re:REGEX") from None
+
+
 def check_patterns(skip: Iterable[str], names: Iterable[str]) -> None:
     """Refuse a pattern that means no layer: a typo would quantize what was to be kept.
 
     The default patterns may mean none.
 
     Raises:
-        PatternError.
+        PatternError: nothing matches.
+        UnknownChoice: ``re:`` is followed by no regular expression.
     """
     names = list(names)
     for pattern in skip:
+        _check_expression(pattern)
         if pattern not in DEFAULT_SKIP and not any(matches(pattern, name) for name in names):
             shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
             raise PatternError(pattern=pattern, layers=shown or "none")

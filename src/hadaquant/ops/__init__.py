@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hadaquant.errors import MismatchError
+from hadaquant.errors import DtypeError, MismatchError
 from hadaquant.formats import Format, get_format
 from hadaquant.ops import library as _library  # noqa: F401 - defines torch.ops.hadaquant
 from hadaquant.ops.checks import check_global_number, check_input
@@ -62,6 +62,10 @@ def quantize(
         UnknownChoice, RotationError, GroupError, BlockError, DtypeError, ShapeError,
         GlobalScaleError, BackendError.
     """
+    if not isinstance(x, Tensor):
+        raise DtypeError(
+            what="x", found=type(x).__name__, expected="a torch.Tensor", fix="convert it with torch.tensor"
+        )
     x = x.detach()  # codes have no gradient
     f, r = get_format(format), parse(rotation).to(x.device)
     args = (r.spec, r.signs, r.matrix)

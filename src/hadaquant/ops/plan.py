@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hadaquant.errors import BackendError
+from hadaquant.errors import BackendError, ShapeError
 from hadaquant.formats import Format, get_format
 from hadaquant.ops.options import resolve_backend
 from hadaquant.ops.target import TARGETS, Target, get_target
@@ -244,6 +244,8 @@ def explain(
     from hadaquant.ops.checks import check_product
 
     format, rotation, target = get_format(format), parse(rotation), get_target(target)
+    if not all(isinstance(size, int) and size > 0 for size in (M, N, K)):
+        raise ShapeError(what="the linear", found=(M, N, K), expected="M, N, K ≥ 1, whole", fix="give M N K")
     check_product(format, M, N, K)
     rotation.check_k(K)
     return LinearPlan(
