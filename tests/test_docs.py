@@ -52,7 +52,9 @@ def model(tmp_path):
 
 
 def test_the_readmes_commands_run(model, tmp_path):
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines() if line.startswith("hadaquant ")]
+    lines = [
+        line for block in blocks("README.md", "sh") for line in block.splitlines() if line.startswith("hadaquant ")
+    ]
     assert {line.split()[1] for line in lines} == {c.name or c.callback.__name__ for c in app.registered_commands}
     (tmp_path / "text").write_text("Rotated, quantized and read again. " * 40)
     places = {"MODEL": model, "OUT": tmp_path / "out", "OUT.safetensors": tmp_path / "out.safetensors"}
