@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from hadaquant import formats, rotation
 from hadaquant.formats import FORMATS, Format
@@ -86,9 +86,10 @@ a + d, a − d, b + c, b − c (`regular`). A radix-2 stage makes x0 + x1, x0 �
 """
 
 
-def docstring(module: Any) -> list[str]:
+def docstring(module: ModuleType) -> list[str]:
     """Lines of a module's docstring, its first a paragraph."""
-    return (module.__doc__ or "").strip().splitlines()
+    text: str = module.__doc__ or ""
+    return text.strip().splitlines()
 
 
 Key = tuple[str, str, tuple[int, ...], str]
