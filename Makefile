@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.8.0
 
-.PHONY: setup check test demo bench docs clean
+.PHONY: setup check test demo docs clean
 
 setup: $(VENV)/.ready
 

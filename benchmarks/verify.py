@@ -90,13 +90,13 @@ def main() -> int:
             "what": "triton cast to float8e4nv",
             "input": [str(v) for v in CAST_INPUTS],
             "right": [str(v) for v in CAST_RIGHT],
-            "triton": [str(v) for v in triton_cast(CAST_INPUTS)],
+            "cast": [str(v) for v in triton_cast(CAST_INPUTS)],
             "ours": [str(v) for v in our_cast(CAST_INPUTS)],
         }
     )
     path = append("verify", rows, out)
     wrong = [r for r in bytes_rows if r["differing_bytes"]]
-    print(f"{len(bytes_rows)} comparisons, {len(wrong)} with differing bytes; cast {rows[-1]['triton']}; {path}")
+    print(f"{len(bytes_rows)} comparisons, {len(wrong)} with differing bytes; cast {rows[-1]['cast']}; {path}")
     for row in wrong[:20]:
         print(row)
     return 1 if wrong else 0

@@ -116,12 +116,10 @@ def test_codes_and_scales_are_comfy_kitchens(folder, tmp_path, weight, group) ->
 
     value, reach = distance_of_codes(exact, error)
     assert reach.max() < 0.03  # an explanation that explains anything would be none
-    print("REACH", reach.max(), reach.mean())
     differ = stored["a.weight"][rows] != codes[rows]
     to_boundary = ((value.abs() % 1) - 0.5).abs()
     assert (to_boundary[differ] <= reach[differ]).all()
     assert ((stored["a.weight"][rows].int() - codes[rows].int()).abs() <= 1).all()
-    print("DIFFER", differ.sum(), differ.numel())
     assert differ.float().mean() < 0.001
 
 
