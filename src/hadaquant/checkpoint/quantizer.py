@@ -23,10 +23,9 @@ from hadaquant.checkpoint.stream import WeightJob
 from hadaquant.checkpoint.unquantized import check_unquantized
 from hadaquant.errors import CheckpointError, UnknownChoice
 from hadaquant.formats import Format, get_format
-from hadaquant.nn.convert import unfit
+from hadaquant.nn.convert import fit
 from hadaquant.nn.report import LayerReport, Report
 from hadaquant.nn.select import DEFAULT_SKIP, check_patterns, skipped_by
-from hadaquant.ops.checks import INT8_MAX_K
 from hadaquant.rotation import Rotation, parse
 
 #: ``progress(name, done, total)``: bytes of the source that are done.
@@ -142,18 +141,14 @@ def _choose(
     for name, weight in checkpoint.tensors.items():
         layer, reason = name.removesuffix(".weight"), why_not[name]
         if reason is None:
-            k = weight.shape[1]
-            pattern, fitted = skipped_by(layer, skip), r.fit(k, f.multiple)
+            pattern, (fitted, note) = skipped_by(layer, skip), fit(f, r, weight.shape[1])
             if pattern is not None:
                 reason = f"matches skip pattern {pattern!r}"
             elif 0 in weight.shape:
                 reason = "it has no elements"
-            elif f.block is None and k > INT8_MAX_K:
-                reason = f"in_features {k} exceeds {INT8_MAX_K}: an int32 accumulator could overflow"
             elif fitted is None:
-                reason = unfit(f, r, k)
+                reason = note
             else:
-                note = "" if fitted is r else f"(group fitted: {r} does not divide K={k})"
                 jobs[name] = WeightJob(layer=layer, weight=weight, format=f, rotation=fitted, note=note)
                 continue
         if name != layer or len(weight.shape) > 1:  # other vectors are parts of a layer, not layers

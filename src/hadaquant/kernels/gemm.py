@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, launches_overlap, on, overlapping, placeholder
+from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def scaled_mm(
     elif kernel == "int8_mm":
         config = int8_config(tile or (128, 128), launches_overlap(x.device))
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
-        b = bias if bias is not None else placeholder(x)
+        b = given(bias, x)
         with on(x.device):
             int8_mm_kernel[grid](
                 x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
@@ -170,9 +170,9 @@ def scaled_mm(
     else:
         config = fp4_config(m, format)
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
-        gx = x_global if x_global is not None else placeholder(x)
-        gw = w_global if w_global is not None else placeholder(x)
-        b = bias if bias is not None else placeholder(x)
+        gx = given(x_global, x)
+        gw = given(w_global, x)
+        b = given(bias, x)
         # the interpreter's bfloat16 is not the hardware's; the values are exact in either
         dot = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
         with on(x.device):

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hadaquant.kernels.runtime import OPTIONS, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, given, multiprocessors, on
 
 BM, BN, BK, STAGES = 128, 256, 128, 4
 #: Rows of tiles that are walked together, for reuse in the L2 cache.
@@ -269,5 +269,5 @@ def int8_mm(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y
     with on(x.device):
         int8_mm_hopper[(min(programs, tiles) if cut == 1 else programs,)](
             x_desc, w_desc, w_cut, y_desc, y_cut, sx_desc, sw_desc, sw_cut,
-            bias if bias is not None else y, m, n, k, **config(cut, bias is not None),
+            given(bias, y), m, n, k, **config(cut, bias is not None),
         )  # fmt: skip

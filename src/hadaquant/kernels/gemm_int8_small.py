@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.kernels.numerics import narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def gemv(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y: T
     """y [M, N] of contiguous int8 x [M, K], w [N, K], M one or two."""
     (m, k), n = x.shape, w.shape[0]
     config = gemv_config(m, k, launches_overlap(x.device))
-    b = bias if bias is not None else y
+    b = given(bias, y)
     with on(x.device):
         gemv_kernel[(triton.cdiv(n, config["BN"]),)](
             x, sx, w, sw, b, y, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
@@ -116,7 +116,7 @@ def few_rows(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, 
     """y [M, N] of contiguous int8 x [M, K], w [N, K], M up to 16."""
     (m, k), n = x.shape, w.shape[0]
     config = few_rows_config(launches_overlap(x.device))
-    b = bias if bias is not None else y
+    b = given(bias, y)
     with on(x.device):
         few_rows_kernel[(triton.cdiv(n, config["BN"]),)](
             x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)

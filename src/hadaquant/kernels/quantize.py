@@ -20,7 +20,7 @@ from hadaquant.formats import Format
 from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import choose, encode, magnitude_bits, multiplier
-from hadaquant.kernels.runtime import OPTIONS, on, placeholder
+from hadaquant.kernels.runtime import OPTIONS, given, on
 from hadaquant.rotation import Rotation
 
 
@@ -227,20 +227,18 @@ def quantize(
     padded = tiled and scales_shape != (m, format.blocks(k))
     new = torch.zeros if padded else torch.empty
     scales = new(scales_shape, dtype=format.scale.dtype, device=x.device)
-    nothing = placeholder(x)
-    signs = rotation.signs if rotation.signs is not None else nothing
-    matrix = rotation.matrix if rotation.matrix is not None else nothing
     if kernel == "quantize_rows_gluon":
         from hadaquant.kernels.quantize_rows_gluon import quantize_rows
 
         quantize_rows(x, codes, scales, format, rotation)
         return codes, scales
+    signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
     with on(x.device):
         if format.block:
             config = block_config(format, rotation, rows)
             units = x.numel() // int(config["UNIT"])
             grid = (triton.cdiv(units, config["ROWS"]),)
-            g = global_scale if global_scale is not None else nothing
+            g = given(global_scale, x)
             quantize_blocks_kernel[grid](
                 x, codes, scales, g, signs, matrix, units, format.blocks(k), TILED=tiled, **config, **OPTIONS
             )

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import choose, encode, multiplier
-from hadaquant.kernels.runtime import OPTIONS, Launch, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, given, multiprocessors, on
 from hadaquant.rotation import Rotation, norm
 
 #: Divisors for which y · (1/d), 1/d in two float32 terms, rounds to the code of the true quotient.
@@ -377,7 +377,7 @@ def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, format: Format, rota
     """Fill codes and scales of contiguous x [M, K]."""
     k = x.shape[-1]
     m = x.numel() // k
-    signs = rotation.signs if rotation.signs is not None else x
+    signs = given(rotation.signs, x)
     key = (x.device.index, x.dtype, k, rotation.spec, rotation.signs is None)
     launch = _launches.get(key)
     if launch is None:

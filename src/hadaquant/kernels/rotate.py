@@ -13,7 +13,7 @@ from torch import Tensor
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, widen
 from hadaquant.kernels.quantize import MATRIX_TILE, TILE
-from hadaquant.kernels.runtime import OPTIONS, on, placeholder
+from hadaquant.kernels.runtime import OPTIONS, given, on
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
 
 
@@ -105,7 +105,6 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     units = x.numel() // rotation.group
-    nothing = placeholder(x)
     with on(x.device):
         if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
             rows, cols = 32, min(64, max(16, triton.next_power_of_2(rotation.group)))
@@ -114,8 +113,7 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
                 x, y, rotation.matrix, units, rotation.group, INVERSE=inverse, ROWS=rows, COLS=cols, **OPTIONS
             )
             return y
-        signs = rotation.signs if rotation.signs is not None else nothing
-        matrix = rotation.matrix if rotation.matrix is not None else nothing
+        signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
         config = unit_config(rotation)
         grid = (triton.cdiv(units, config["ROWS"]),)
         rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, **config, **OPTIONS)
@@ -128,9 +126,7 @@ def amax(x: Tensor, rotation: Rotation) -> Tensor:
         x, rotation = rotate(x, rotation, False), Rotation("none")
     x = x.contiguous()
     found = torch.zeros((), dtype=torch.int32, device=x.device)
-    nothing = placeholder(x)
-    signs = rotation.signs if rotation.signs is not None else nothing
-    matrix = rotation.matrix if rotation.matrix is not None else nothing
+    signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
     config = unit_config(rotation)
     units = x.numel() // rotation.group
     with on(x.device):

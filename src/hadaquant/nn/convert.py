@@ -126,7 +126,6 @@ def _decide(
 
     A linear that hangs in several places is kept if any of them speaks against it.
     """
-    k = linear.in_features
     for place in places:
         pattern = skipped_by(place.name, skip)
         if pattern is not None:
@@ -140,16 +139,20 @@ def _decide(
         return None, reason
     if type(linear) is not nn.Linear:
         return None, f"{type(linear).__name__}, a subclass of nn.Linear, may use its weight in its own way"
+    return fit(format, rotation, linear.in_features)
+
+
+def fit(format: Format, rotation: Rotation, k: int) -> tuple[Rotation | None, str]:
+    """The rotation that a weight [N, K] gets and a note if it is not the one asked for, or None and why not."""
     if format.block is None and k > INT8_MAX_K:
         return None, f"in_features {k} exceeds {INT8_MAX_K}: an int32 accumulator could overflow"
     fitted = rotation.fit(k, format.multiple)
     if fitted is None:
-        return None, unfit(format, rotation, k)
+        return None, _unfit(format, rotation, k)
     return fitted, "" if fitted is rotation else f"(group fitted: {rotation} does not divide K={k})"
 
 
-def unfit(format: Format, rotation: Rotation, k: int) -> str:
-    """Why neither the format nor any group of the rotation divides K."""
+def _unfit(format: Format, rotation: Rotation, k: int) -> str:
     if k == 0 or k % format.multiple:
         return f"in_features {k} is not a multiple of {format.multiple}, which {format} needs"
     if rotation.signs is not None or rotation.kind == "matrix":

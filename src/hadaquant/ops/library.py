@@ -25,7 +25,7 @@ from hadaquant import reference
 from hadaquant.formats import Format, get_format
 from hadaquant.formats.scales import global_scale_of
 from hadaquant.ops import checks
-from hadaquant.ops.plan import Plan, plan_quantize, plan_scaled_mm, tell
+from hadaquant.ops.plan import Plan, plan_quantize, plan_rotate, plan_scaled_mm, tell
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import NONE, Rotation, trusted
 
@@ -68,8 +68,7 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
 
 
 def _rotate_plan(x: Tensor, rotation: Rotation, backend: str) -> Plan:
-    plan = plan_quantize(get_format("int8"), rotation, target_of(x.device), backend)
-    return tell(plan)
+    return tell(plan_rotate(rotation, target_of(x.device), backend))
 
 
 @_op(f"rotate(Tensor x, {_ROTATION}, bool inverse, str backend) -> Tensor")

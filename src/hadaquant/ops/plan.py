@@ -5,6 +5,7 @@ A plan never runs anything, so it can be asked for hardware that is not here. Th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -59,8 +60,9 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+@functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Does not import it."""
+    """Whether Triton is installed. Looked up once a process, and not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -84,7 +86,7 @@ class Candidate:
     tile: tuple[int, int] | None = None
 
 
-def _choose(op: str, format: Format, target: Target, backend: str, candidates: list[Candidate]) -> Plan:
+def _choose(op: str, format: str, target: Target, backend: str, candidates: list[Candidate]) -> Plan:
     """The first candidate that nothing speaks against; plain torch where it is asked for or all there is."""
     backend = resolve_backend(backend)
     if backend == "triton" and target.name == "cpu" and interpreting():
@@ -96,7 +98,7 @@ def _choose(op: str, format: Format, target: Target, backend: str, candidates: l
     ) -> Plan:
         return Plan(
             op=op,
-            format=format.name,
+            format=format,
             target=target.name,
             kernel=name,
             reason=reason,
@@ -137,6 +139,14 @@ def _rows_in_registers(rotation: Rotation, target: Target, dtype: torch.dtype, k
     return None
 
 
+def plan_rotate(rotation: Rotation, target: Target, backend: str = "auto") -> Plan:
+    """The plan of a rotation alone, and of the largest magnitude after it."""
+    why = "butterflies in registers"
+    if rotation.kind == "matrix":
+        why = "a float32 matrix product, never TF32"
+    return _choose("rotate", "float32", target, backend, [Candidate(kernel="rotate", why=why)])
+
+
 def plan_quantize(
     format: Format,
     rotation: Rotation,
@@ -151,13 +161,13 @@ def plan_quantize(
     kernel = "quantize_rows" if format.block is None else "quantize_blocks"
     if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
         why = f"a matrix of side {rotation.group} is not one of {FUSED_MATRIX_GROUPS}: rotated by its own kernel first"
-        return _choose("quantize", format, target, backend, [Candidate(kernel=f"rotate+{kernel}", why=why)])
+        return _choose("quantize", format.name, target, backend, [Candidate(kernel=f"rotate+{kernel}", why=why)])
     candidates = [Candidate(kernel=kernel, why=one)]
     if format.block is None:
         why = "whole rows in registers, the next one on its way, one exchange through shared memory"
         refusal = _rows_in_registers(rotation, target, dtype, k)
         candidates.insert(0, Candidate(kernel="quantize_rows_gluon", why=why, refusal=refusal))
-    return _choose("quantize", format, target, backend, candidates)
+    return _choose("quantize", format.name, target, backend, candidates)
 
 
 #: Most rows for which the integer cores, and then slices of K over warps, beat tiles (measured on an H200).
@@ -218,9 +228,9 @@ def plan_scaled_mm(
 ) -> Plan:
     """The plan of the matrix product of two quantized matrices [M, K] and [N, K]."""
     if format.block is None:
-        return _choose("scaled_mm", format, target, backend, _int8_candidates(target, m, n, k, out_dtype))
+        return _choose("scaled_mm", format.name, target, backend, _int8_candidates(target, m, n, k, out_dtype))
     why = "codes times block scales decoded to bfloat16 (exact), multiplied into float32"
-    return _choose("scaled_mm", format, target, backend, [Candidate(kernel="fp4_mm", why=why)])
+    return _choose("scaled_mm", format.name, target, backend, [Candidate(kernel="fp4_mm", why=why)])
 
 
 def explain(
