@@ -23,6 +23,10 @@ EXAMPLES = {
         {"value": "'regular:8'", "rule": "a power of four", "fix": "use 16"},
         ("regular:8", "a power of four", "use 16"),
     ),
+    "FrontEndError": (
+        {"value": "'rms_norm'", "rule": "eps is 0", "fix": "give 1e-6"},
+        ("rms_norm", "eps is 0", "give 1e-6"),
+    ),
     "GroupError": (
         {"k": 96, "group": 64, "rotation": "sylvester:64", "suggestion": " (32)"},
         ("K=96", "not a multiple of the group 64", "use a group that divides K (32), or"),

@@ -36,6 +36,12 @@ class RotationError(HadaquantError):
     template = "rotation {value}: {rule}; {fix}"
 
 
+class FrontEndError(HadaquantError):
+    """A front end that cannot exist, or cannot be used where it was given."""
+
+    template = "front end {value}: {rule}; {fix}"
+
+
 class GroupError(HadaquantError):
     """The rotation's group does not divide K."""
 

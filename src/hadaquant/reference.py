@@ -1,6 +1,6 @@
 """The numerics contract executed in plain torch. It is the CPU backend and every kernel's oracle.
 
-The steps have the names and the order of ``kernels/quantize.py``: rotate -> scale -> encode -> pack.
+The steps have the names and the order of ``kernels/quantize.py``: front -> rotate -> scale -> encode -> pack.
 Each is a correctly rounded float32 operation in a fixed order, on any device torch runs on. No
 ``alpha=``, ``addcmul`` or ``lerp``, which fuse; no division by a Python scalar, which CUDA replaces
 by a reciprocal.
@@ -17,10 +17,71 @@ from torch import Tensor
 from hadaquant import layout
 from hadaquant.formats import Format
 from hadaquant.formats.scales import block_amax_bits, finite_amax
+from hadaquant.front import GELU_CUBIC, GELU_LINEAR, NONE, SUM_RUN, FrontEnd, halvings
 from hadaquant.rotation import Rotation, norm, stages
 
 #: Elements worked on at a time, so that the float32 intermediates stay in a cache.
 CHUNK = 1 << 18
+
+
+def front(x: Tensor, front_end: FrontEnd) -> Tensor:
+    """The front end of x [..., K] of any float dtype -> float32 [..., K]."""
+    rows = x.reshape(-1, x.shape[-1])
+    parts = [_front_rows(rows, front_end, part) for part in _row_chunks(*rows.shape)]
+    return torch.cat(parts).view(x.shape) if parts else x.to(torch.float32)
+
+
+def _front_rows(x: Tensor, front_end: FrontEnd, part: slice) -> Tensor:
+    """The front end of rows ``part`` of x [M, K]."""
+    v = x[part]
+    if front_end.kind == "none":
+        return v
+    v = v.to(torch.float32)
+    factor, shift = (_operand(t, x.shape[0], part) for t in front_end.tensors)
+    if front_end.kind == "ada_norm":
+        v = v - _divide_by(row_sums(v), v.shape[1])[:, None]
+    if front_end.sums:
+        mean_square = _divide_by(row_sums(v * v), v.shape[1])
+        v = v * (1.0 / torch.sqrt(mean_square + mean_square.new_full((), front_end.eps or 0.0)))[:, None]
+    if front_end.kind == "silu_mul":
+        v = v / (1.0 + torch.exp(-v))
+    if front_end.kind == "gelu_tanh":
+        v = v / (1.0 + torch.exp(-(v * (v * v * v.new_full((), GELU_CUBIC) + v.new_full((), GELU_LINEAR)))))
+    if factor is not None:
+        v = v * (1.0 + factor if front_end.kind == "ada_norm" else factor)
+    return v if shift is None else v + shift
+
+
+def _operand(t: Tensor | None, rows: int, part: slice) -> Tensor | None:
+    """The float32 factors or shifts of rows ``part`` of ``rows``, each row of t serving a run of them."""
+    if t is None:
+        return None
+    t = t.reshape(-1, t.shape[-1])
+    index = torch.arange(part.start, part.stop, device=t.device) // (rows // t.shape[0])
+    return t[index].to(torch.float32)
+
+
+def row_sums(v: Tensor) -> Tensor:
+    """float32 [rows, K] -> [rows], added in the order of the front ends' contract."""
+    rows, k = v.shape
+    runs = -(-k // SUM_RUN)
+    v = torch.nn.functional.pad(v, (0, runs * SUM_RUN - k)).view(rows * runs, SUM_RUN)
+    for below in halvings():
+        v = _halve(v, below)
+    v = torch.nn.functional.pad(v.view(rows, runs), (0, (1 << (runs - 1).bit_length()) - runs))
+    while v.shape[1] > 1:
+        v = _halve(v, 1)
+    return v[:, 0]
+
+
+def _halve(v: Tensor, below: int) -> Tensor:
+    """[rows, n] -> [rows, n/2]: the sums of the pairs that lie ``below`` elements apart."""
+    pairs = v.view(v.shape[0], -1, 2, below)
+    return (pairs[:, :, 0] + pairs[:, :, 1]).flatten(1)
+
+
+def _divide_by(v: Tensor, k: int) -> Tensor:
+    return v / v.new_full((), k)
 
 
 def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
@@ -71,26 +132,32 @@ def _rotate_matrix(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     return (x.reshape(-1, rotation.group) @ m).view(x.shape)
 
 
-def amax(x: Tensor, rotation: Rotation) -> Tensor:
+def amax(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
     """Largest finite magnitude of the rotated tensor: a float32 scalar, 0 if there is none."""
     found = torch.zeros((), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return found
     rows = x.reshape(-1, x.shape[-1])
     for part in _row_chunks(*rows.shape):
-        found = torch.maximum(found, finite_amax(rotate(rows[part], rotation)))
+        found = torch.maximum(found, finite_amax(rotate(_front_rows(rows, front_end, part), rotation)))
     return found
 
 
 def quantize(
-    x: Tensor, format: Format, rotation: Rotation, global_scale: Tensor | None, scale_layout: str = "linear"
+    x: Tensor,
+    format: Format,
+    rotation: Rotation,
+    global_scale: Tensor | None,
+    scale_layout: str = "linear",
+    front_end: FrontEnd = NONE,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [..., K] by the format's contract."""
     rows = x.reshape(-1, x.shape[-1])
     codes = torch.empty(format.codes_shape(tuple(rows.shape)), dtype=format.element.codes_dtype, device=x.device)
     scales = torch.empty(format.scales_shape(tuple(rows.shape)), dtype=format.scale.dtype, device=x.device)
     for part in _row_chunks(*rows.shape):
-        codes[part], scales[part] = _quantize_rows(rows[part], format, rotation, global_scale)
+        v = _front_rows(rows, front_end, part)
+        codes[part], scales[part] = _quantize_rows(v, format, rotation, global_scale)
     if scale_layout == "tiled":
         scales = layout.tile_scales(scales)
     else:
