@@ -1,0 +1,244 @@
+"""What each linear of a model reads: gathered block by block, so that memory holds one block's share.
+
+>>> model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+>>> run = lambda model, x: model[1](model[0](x))
+>>> for inputs in capture(model, [torch.ones(2, 8)] * 3, ["0", "1"], gram=True, forward=run):
+...     print({name: (s.count, tuple(s.gram.shape)) for name, s in inputs.items()})
+{'0': (6, (8, 8))}
+{'1': (6, (8, 8))}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadaquant.calibrate.blocks import Call, Forward, causal_lm, find_chain
+from hadaquant.calibrate.inputs import InputStatistics
+from hadaquant.errors import ShapeError
+
+#: Bytes of sums gathered at a time where the model is no chain of blocks and is run whole.
+BUDGET = 1 << 30
+
+#: ``coded(name, x)``: what to gather in place of the input x of a linear, in the original basis.
+Coded = Callable[[str, Tensor], Tensor]
+
+
+def token_batches(ids: Tensor, window: int, windows: int, batch: int = 1) -> list[Tensor]:
+    """Windows spread evenly over a text, in batches of one size: int64 [T] -> list of [batch, window].
+
+    A text that holds fewer windows gives what it holds; the batch shrinks where it does not divide them.
+
+    Raises:
+        ShapeError: fewer tokens than a window.
+    """
+    if ids.dim() != 1 or ids.numel() < window or window < 1:
+        raise ShapeError(
+            what="ids", found=tuple(ids.shape), expected=f"[{window} or more]", fix="give more text or a smaller window"
+        )
+    whole = ids[: ids.numel() // window * window].view(-1, window)
+    count = min(windows, whole.shape[0])
+    chosen = whole[torch.arange(count) * whole.shape[0] // count]
+    return list(chosen.split(next(size for size in range(min(batch, count), 0, -1) if count % size == 0)))
+
+
+def capture(
+    model: nn.Module,
+    batches: Sequence[Any],
+    linears: Iterable[str],
+    *,
+    gram: bool = False,
+    cross: bool = False,
+    rows: int = 0,
+    coded: Coded | None = None,
+    stepwise: bool = False,
+    device: torch.device | str | None = None,
+    forward: Forward = causal_lm,
+) -> Iterator[dict[str, InputStatistics]]:
+    """Statistics of the inputs of linears, some linears at a time, in the order the model calls them.
+
+    The caller may replace the linears it was just given: later statistics are of the model so changed.
+    Linears that read the same tensor share one :class:`InputStatistics`. A linear that is never called
+    has a ``count`` of 0. Where the model is a chain of blocks (see :func:`find_chain`), memory holds the
+    data between two blocks and the sums of one block; other models, and linears outside of the blocks,
+    are run whole, for at most :data:`BUDGET` bytes of sums at a time.
+
+    Args:
+        model: is put into eval mode.
+        batches: what ``forward`` takes; of one shape, else no blocks are recognized.
+        linears: names of modules that have ``in_features``.
+        gram, cross, rows: what to gather beside counts and maxima, see :class:`InputStatistics`. ``cross``
+            compares with the model as it was before; it stays None for linears outside of a chain.
+        coded: what to gather in place of an input.
+        stepwise: give the linears that read one tensor at a time, instead of a block at a time.
+        device: where each block is during its turn; left out, it stays where it is.
+        forward: runs the model on a batch.
+    """
+    wanted = list(dict.fromkeys(linears))
+    model.eval()
+    gather = _Gather(gram, cross, rows, coded)
+    chain = find_chain(model, batches, forward)
+    if chain is not None:
+        home = _device(model)
+        where = home if device is None else torch.device(device)
+        full_data = list(chain.data)
+        for (name, module), call in zip(chain.blocks, chain.calls, strict=True):
+            mine = [n for n in wanted if f"{n}.".startswith(f"{name}.")]
+            wanted = [n for n in wanted if n not in mine]
+            module.to(where)
+            block = _Block(model, name, call.to(where), chain.data)
+            full = _FrozenBlock(copy.deepcopy(module), name, block.call, full_data) if cross else None
+            groups = _groups(block, mine)
+            for step in [[g] for g in groups] if stepwise else [groups] if groups else []:
+                yield gather(block, step, full)
+            if name != chain.blocks[-1][0]:
+                block.advance()
+                if full is not None:
+                    full.advance()
+            block.module.to(home)
+    if wanted:
+        whole = _Whole(model, batches, forward)
+        groups = _groups(whole, wanted)
+        for step in [[g] for g in groups] if stepwise else _within_budget(whole, groups):
+            yield gather(whole, step, None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+class _Whole:
+    """A model, run on one batch after the other."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any], forward: Forward) -> None:
+        self.model, self.forward, self.data = model, forward, batches
+
+    def linear(self, name: str) -> nn.Module:
+        """The module of a name; the caller may have replaced it since the last time."""
+        return self.model.get_submodule(name)
+
+    def run(self, x: Any) -> Any:
+        """Run one batch."""
+        with torch.no_grad():
+            return self.forward(self.model, x)
+
+
+class _Block:
+    """One block of a model, run on the data that the block before it left."""
+
+    def __init__(self, model: nn.Module, name: str, call: Call, data: list[Tensor]) -> None:
+        self.model, self.name, self.call, self.data = model, name, call, data
+
+    @property
+    def module(self) -> nn.Module:
+        """The block; where it is itself a linear, the caller may have replaced it."""
+        return self.model.get_submodule(self.name)
+
+    def linear(self, name: str) -> nn.Module:
+        """The module of a name; the caller may have replaced it since the last time."""
+        return self.model.get_submodule(name)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        with torch.no_grad():
+            return self.call.run(self.module, x.to(_device(self.module)))
+
+    def advance(self) -> None:
+        """Replace the data by the block's outputs."""
+        for i, x in enumerate(self.data):
+            self.data[i] = self.run(x).to(x.device)
+
+
+class _FrozenBlock(_Block):
+    """A copy of a block as it was, whose linears are asked for by their names in the model."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The block."""
+        return self.model
+
+    def linear(self, name: str) -> nn.Module:
+        """The module of a name in the model."""
+        return self.model.get_submodule(name[len(self.name) + 1 :])
+
+
+def _groups(stage: _Whole | _Block, names: Sequence[str]) -> list[list[str]]:
+    """Linears that read the same tensors together, in the order of the first batch's calls; then uncalled ones."""
+    if not names:
+        return []
+    read: dict[str, list[Tensor]] = {}
+    with _reading(stage, names, lambda name, x: read.setdefault(name, []).append(x)):
+        stage.run(stage.data[0])
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, tensors in read.items():  # all tensors are alive, so that ids differ
+        groups.setdefault(tuple(map(id, tensors)), []).append(name)
+    return [*groups.values(), *([name] for name in names if name not in read)]
+
+
+def _within_budget(stage: _Whole | _Block, groups: list[list[str]]) -> Iterator[list[list[str]]]:
+    step: list[list[str]] = []
+    used = 0
+    for group in groups:
+        size = 8 * int(stage.linear(group[0]).in_features) ** 2  # type: ignore[arg-type]
+        if step and used + size > BUDGET:
+            yield step
+            step, used = [], 0
+        step.append(group)
+        used += size
+    if step:
+        yield step
+
+
+@contextmanager
+def _reading(stage: _Whole | _Block, names: Iterable[str], see: Callable[[str, Tensor], Any]) -> Iterator[None]:
+    """Within, ``see(name, x)`` is told of each input x of the linears."""
+    with ExitStack() as hooks:
+        for name in names:
+
+            def hook(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                see(name, args[0])
+
+            hooks.enter_context(stage.linear(name).register_forward_pre_hook(hook))
+        yield
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """What :func:`capture` was asked to gather."""
+
+    gram: bool
+    cross: bool
+    rows: int
+    coded: Coded | None
+
+    def __call__(
+        self, stage: _Whole | _Block, groups: list[list[str]], full: _Block | None
+    ) -> dict[str, InputStatistics]:
+        """Run all batches; the statistics of each linear of some groups."""
+        leaders = [group[0] for group in groups]
+        found = {name: self._statistics(stage.linear(name), cross=full is not None) for name in leaders}
+        references: dict[str, list[Tensor]] = {}
+
+        def add(name: str, x: Tensor) -> None:
+            y = x if self.coded is None else self.coded(name, x)
+            waiting = references.get(name)
+            found[name].add(y, waiting.pop(0) if waiting else None)
+
+        for i, x in enumerate(stage.data):
+            references.clear()
+            if full is not None:
+                with _reading(full, leaders, lambda name, x: references.setdefault(name, []).append(x)):
+                    full.run(full.data[i])
+            with _reading(stage, leaders, add):
+                stage.run(x)
+        return {name: found[group[0]] for group in groups for name in group}
+
+    def _statistics(self, linear: nn.Module, cross: bool) -> InputStatistics:
+        k = int(linear.in_features)  # type: ignore[arg-type]
+        return InputStatistics(k, _device(linear), gram=self.gram, cross=cross, rows=self.rows)
