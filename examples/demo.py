@@ -53,7 +53,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     return (
         f"rotation helps: {rotated['helps']} (INT8 perplexity {plain['perplexity']:.2f} plain, "
         f"{rotated['perplexity']:.2f} rotated, full precision {source['perplexity']:.2f}; "
-        f"gain {gain['mean']:+.4f} ± {gain['error']:.4f} nats a token)"
+        f"gain {gain['mean']:+.4f} [{gain['low']:+.4f}, {gain['high']:+.4f}] nats a token)"
     )
 
 

@@ -27,7 +27,7 @@ RESULTS = {
     "text": "demo/enwiki.txt",
     "window": 512,
     "windows": 4,
-    "rows": [row("source", 20.0), row("plain", 22.5), row("rotated", 20.25, "yes", {"mean": 0.1, "error": 0.01})],
+    "rows": [row("source", 20.0), row("plain", 22.5), row("rotated", 20.25, "yes", {"mean": 0.1, "low": 0.08, "high": 0.12})],
 }
 
 
@@ -42,7 +42,7 @@ def demo(monkeypatch):
 def test_verdict(demo):
     assert demo.verdict(RESULTS["rows"]) == (
         "rotation helps: yes (INT8 perplexity 22.50 plain, 20.25 rotated, full precision 20.00; "
-        "gain +0.1000 ± 0.0100 nats a token)"
+        "gain +0.1000 [+0.0800, +0.1200] nats a token)"
     )
 
 

@@ -42,6 +42,10 @@ def test_eval_prints_source_and_quantized_models(tiny, tmp_path):
     # only the rotated one has an unrotated one to be compared with
     assert [r["gain"] is None for r in rows] == [True, True, False]
     assert rows[2]["gain"]["mean"] == pytest.approx(rows[1]["nll"] - rows[2]["nll"])
+    assert rows[2]["gain"]["low"] <= rows[2]["gain"]["mean"] <= rows[2]["gain"]["high"]
+    # the source beside nothing, the others beside it
+    assert ["divergence" in r for r in rows] == [False, True, True]
+    assert all(0 < r["divergence"] < 0.1 and 0.8 < r["agreement"] <= 1 for r in rows[1:])
     assert rows[2]["helps"] in ("yes", "no", "no difference")
     for row in rows:
         assert f"{row['perplexity']:.2f}" in result.stdout and row["model"] in result.stdout

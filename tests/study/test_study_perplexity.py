@@ -25,7 +25,7 @@ def ids():
 
 
 def result(*losses):
-    return Perplexity(losses=torch.tensor(losses, dtype=torch.float64), seconds=2.0)
+    return Perplexity(losses=torch.tensor(losses, dtype=torch.float64), windows=1, seconds=2.0)
 
 
 def test_mean_loss_of_predicted_tokens(model, ids):
@@ -84,6 +84,32 @@ def test_weights_stay_as_they_are(model, ids):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+# ---- beside the full model -------------------------------------------------------------------------
+
+
+def test_divergence_and_agreement_by_hand(model, ids):
+    other = tiny_llama()
+    hq.quantize_(other, "mxfp4", "none")
+    found = perplexity(other, ids, 32, lambda tokens: model(tokens).logits)
+    divergence, agreement = [], []
+    for window in (ids[:32], ids[32:64]):
+        with torch.no_grad():
+            p, q = (m(window[None]).logits[0, :-1].double().softmax(-1) for m in (model, other))
+        divergence += (p * (p / q).log()).sum(-1).tolist()
+        agreement += (p.argmax(-1) == q.argmax(-1)).double().tolist()
+    torch.testing.assert_close(found.divergence, torch.tensor(divergence, dtype=torch.float64), rtol=1e-4, atol=1e-5)
+    assert found.agreement.tolist() == agreement and 0 < sum(agreement) < 62
+    fields = found.to_dict()
+    assert fields["agreement"] == pytest.approx(sum(agreement) / 62)
+    low, high = fields["divergence_interval"]
+    assert 0 < low < fields["divergence"] < high
+
+
+def test_a_model_beside_itself_does_not_diverge(model, ids):
+    found = perplexity(model, ids, 32, lambda tokens: model(tokens).logits)
+    assert found.divergence.abs().max() == 0 and found.agreement.min() == 1
+
+
 # ---- gain ------------------------------------------------------------------------------------------
 
 
@@ -91,17 +117,35 @@ def test_gain_is_paired():
     before, after = result(1.0, 5.0, 9.0, 3.0), result(0.9, 4.8, 8.9, 2.8)
     gain = Gain.of(before, after)
     assert gain.mean == pytest.approx(0.15)
-    assert gain.error == pytest.approx(torch.tensor([0.1, 0.2, 0.1, 0.2]).std().item() / 2)
+    # resamples of the differences 0.1, 0.2, 0.1, 0.2, not of the losses, which are 1 to 9
+    assert gain.low == pytest.approx(0.1) and gain.high == pytest.approx(0.2)
     assert gain.helps == "yes"
     assert Gain.of(after, before).helps == "no"
 
 
-def test_gain_within_two_standard_errors_is_no_difference():
-    assert Gain(mean=0.1, error=0.06).helps == "no difference"
-    assert Gain(mean=-0.1, error=0.06).helps == "no difference"
-    assert Gain(mean=0.1, error=0.04).helps == "yes"
-    assert Gain(mean=0.0, error=0.0).helps == "no difference"
-    assert Gain(mean=math.nan, error=math.nan).helps == "no difference"
+def test_gain_is_no_difference_where_its_interval_holds_zero():
+    assert Gain(mean=0.1, low=-0.01, high=0.21).helps == "no difference"
+    assert Gain(mean=0.0, low=0.0, high=0.0).helps == "no difference"
+    assert Gain(mean=math.nan, low=math.nan, high=math.nan).helps == "no difference"
+
+
+def test_interval_has_the_width_of_the_normal_one():
+    gen = torch.Generator().manual_seed(3)
+    losses = torch.randn(40 * 50, dtype=torch.float64, generator=gen) + 3
+    found = Perplexity(losses=losses, windows=40, seconds=1.0)
+    low, high = found.over_windows(losses)
+    windows = losses.view(40, 50).mean(1)
+    half = 1.96 * (windows.std() / 40**0.5).item()
+    assert low == pytest.approx(found.nll - half, abs=0.15 * half)
+    assert high == pytest.approx(found.nll + half, abs=0.15 * half)
+    assert found.interval == (math.exp(low), math.exp(high))
+
+
+def test_few_windows_are_cut_into_pieces():
+    # two windows of the same mean: whole windows would leave no width
+    losses = torch.tensor([1.0, 2.0, 3.0, 4.0] * 2)
+    low, high = Perplexity(losses=losses, windows=2, seconds=1.0).over_windows(losses)
+    assert low < 2.0 and high > 3.0
 
 
 def test_gain_needs_one_text():

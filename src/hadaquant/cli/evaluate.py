@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import hadaquant
-from hadaquant.study.models import evaluate, with_gains, with_sources
+from hadaquant.study.models import evaluate_all, with_gains, with_sources
 from hadaquant.study.perplexity import read_tokens
 from hadaquant.study.report import console_for, perplexity_table, write_json
 
@@ -25,18 +25,20 @@ def eval_(
 ) -> None:
     """Measure the perplexity of models on a text, each quantized one beside its source.
 
-    With a format's unrotated model among the folders, the table says whether a rotation helps.
+    Shown with it: how far the predictions are from the source's, and how sure the figures are. With a
+    format's unrotated model among the folders, the table says whether a rotation helps.
 
     Example: hadaquant eval out/int8 out/int8-rotated --text enwiki.txt --tokens 4096
     """
     models = with_sources(folders, source)
     ids = read_tokens(text, models[0].tokenizer(), window, tokens)
     windows = len(ids) // window
-    rows = []
     with Console(stderr=True).status("") as status:
-        for model in models:
-            status.update(escape(f"evaluating {model.path} on {windows} windows of {window} tokens"))
-            rows.append(evaluate(model, ids, window, device))
+
+        def tell(path: Path) -> None:
+            status.update(escape(f"evaluating {path} on {windows} windows of {window} tokens"))
+
+        rows = list(evaluate_all(models, ids, window, device, tell))
     rows = with_gains(rows)
     title = f"Perplexity on {text.name}: {windows} windows of {window} tokens, {windows * (window - 1)} predicted"
     table = perplexity_table(rows, title)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra
 from hadaquant.nn import RotatedLinear
 from hadaquant.study.metrics import Helps
-from hadaquant.study.perplexity import Gain, Perplexity, perplexity
+from hadaquant.study.perplexity import Full, Gain, Perplexity, logits_of, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,25 +157,53 @@ class ModelRow:
             "source": None if self.source is None else str(self.source),
             "format": self.format,
             "rotation": self.rotation,
-            "perplexity": self.result.perplexity,
-            "nll": self.result.nll,
-            "predicted_tokens": self.result.losses.numel(),
+            **self.result.to_dict(),
             "bytes": self.nbytes,
-            "seconds": self.result.seconds,
-            "tokens_per_second": self.result.tokens_per_second,
             "gain": None if self.gain is None else asdict(self.gain),
             "helps": self.helps,
         }
 
 
-def evaluate(folder: ModelFolder, ids: Tensor, window: int = 512, device: str = "cpu") -> ModelRow:
-    """Load a folder's model and measure its perplexity.
+def evaluate(
+    folder: ModelFolder, ids: Tensor, window: int = 512, device: str = "cpu", full: Full | None = None
+) -> ModelRow:
+    """Load a folder's model and measure its perplexity, beside its source's predictions if ``full`` gives them.
 
     Raises:
         CheckpointError, LayerError, MissingExtra: the model cannot be loaded.
         ShapeError, LayerError: it does not go with the tokens; see :func:`perplexity`.
     """
-    model = folder.load(device)
+    return _evaluate(folder, folder.load(device), ids, window, full)
+
+
+def evaluate_all(
+    folders: Iterable[ModelFolder],
+    ids: Tensor,
+    window: int = 512,
+    device: str = "cpu",
+    tell: Callable[[Path], None] = lambda path: None,
+) -> Iterator[ModelRow]:
+    """:func:`evaluate` of each folder, each quantized one beside its source, which stays loaded for it.
+
+    Memory: a source and one other model. ``tell`` hears which folder comes next.
+    """
+    source: tuple[Path, Full] | None = None
+    for folder in folders:
+        tell(folder.path)
+        if not folder.quantized:
+            source = None  # freed before the next is loaded
+            model = folder.load(device)
+            source = folder.path.resolve(), partial(logits_of, model)
+            yield _evaluate(folder, model, ids, window, None)
+            continue
+        origin = None if folder.source is None else folder.source.resolve()
+        if origin is not None and (source is None or source[0] != origin):
+            source = None
+            source = origin, partial(logits_of, ModelFolder.open(origin).load(device).eval())
+        yield evaluate(folder, ids, window, device, None if origin is None or source is None else source[1])
+
+
+def _evaluate(folder: ModelFolder, model: nn.Module, ids: Tensor, window: int, full: Full | None) -> ModelRow:
     format, rotation = described(model)
     if folder.quantized and not any(isinstance(m, RotatedLinear) for m in model.modules()):
         raise LayerError(layer=str(folder.path), rule="no linear of it is quantized", fix="quantize it again")
@@ -183,7 +212,7 @@ def evaluate(folder: ModelFolder, ids: Tensor, window: int = 512, device: str = 
         source=folder.source if folder.quantized else None,
         format=format,
         rotation=rotation,
-        result=perplexity(model, ids, window),
+        result=perplexity(model, ids, window, full),
         nbytes=folder.nbytes,
     )
 

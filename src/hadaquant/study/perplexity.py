@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from torch.nn import functional
 
 from hadaquant.errors import CheckpointError, LayerError, ShapeError
 from hadaquant.nn import RotatedLinear
+from hadaquant.study.bootstrap import Interval, mean_interval
 from hadaquant.study.metrics import Helps
 
-#: Standard errors that a mean difference must exceed to count: about one chance in twenty otherwise.
-SURE = 2.0
+#: Units of text that are resampled, at least: with fewer windows, each is cut into equal pieces.
+UNITS = 32
+
+#: ``full(tokens)``: logits [1, window, vocabulary] of the unquantized model for int64 [1, window].
+Full = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,11 +31,18 @@ class Perplexity:
 
     Attributes:
         losses: float64 [P] negative log-likelihood in nats of each predicted token, in text order.
+        windows: that the text was cut into; P is a multiple of it.
+        divergence: float64 [P], KL(full ‖ model) in nats of the distributions of each predicted token;
+            None where there was no full model beside it.
+        agreement: float64 [P], 1 where both models find the same token most likely, else 0; or None.
         seconds: spent in the model.
     """
 
     losses: Tensor
+    windows: int
     seconds: float
+    divergence: Tensor | None = None
+    agreement: Tensor | None = None
 
     @property
     def nll(self) -> float:
@@ -40,24 +52,60 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(nll); inf where float64 overflows."""
-        return math.exp(self.nll) if self.nll < 700 else math.inf
+        return _exp(self.nll)
+
+    @property
+    def interval(self) -> Interval:
+        """Interval of the perplexity over the text's windows, bootstrapped."""
+        return Interval(*map(_exp, self.over_windows(self.losses)))
 
     @property
     def tokens_per_second(self) -> float:
         """Predicted tokens a second."""
         return self.losses.numel() / self.seconds
 
+    def over_windows(self, values: Tensor) -> Interval:
+        """Interval of the mean of [P] values: a bootstrap over windows, or over pieces of them; see :data:`UNITS`."""
+        windows = values.view(self.windows, -1)
+        pieces = min(-(-UNITS // self.windows), windows.shape[1])
+        units = windows.tensor_split(pieces, 1)
+        sums = torch.cat([unit.sum(1) for unit in units])
+        counts = torch.cat([torch.full((self.windows,), unit.shape[1]) for unit in units])
+        return mean_interval(sums, counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures for JSON, without the single tokens."""
+        found: dict[str, Any] = {
+            "perplexity": self.perplexity,
+            "interval": list(self.interval),
+            "nll": self.nll,
+            "predicted_tokens": self.losses.numel(),
+            "windows": self.windows,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        for name, values in (("divergence", self.divergence), ("agreement", self.agreement)):
+            if values is not None:
+                found[name] = values.mean().item()
+                found[f"{name}_interval"] = list(self.over_windows(values))
+        return found
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
     """By how much one model's loss lies below another's on the same tokens.
 
-    ``mean``: nats a token, positive where the second model is better. ``error``: the standard error
-    of that mean over tokens. The pairs share the text, whose variance therefore drops out.
+    ``mean``: nats a token, positive where the second model is better. ``low``, ``high``: its interval, a
+    bootstrap over windows of the pairs' differences. The pairs share the text, whose variance drops out.
     """
 
     mean: float
-    error: float
+    low: float
+    high: float
 
     @classmethod
     def of(cls, before: Perplexity, after: Perplexity) -> Gain:
@@ -71,18 +119,19 @@ class Gain:
                 what="losses", found=tuple(after.losses.shape), expected=tuple(before.losses.shape), fix="use one text"
             )
         fall = before.losses - after.losses
-        return cls(mean=fall.mean().item(), error=(fall.std() / math.sqrt(fall.numel())).item())
+        low, high = before.over_windows(fall)
+        return cls(mean=fall.mean().item(), low=low, high=high)
 
     @property
     def helps(self) -> Helps:
-        """Whether the mean is beyond :data:`SURE` standard errors, and on which side."""
-        if abs(self.mean) <= SURE * self.error or math.isnan(self.mean):
-            return "no difference"
-        return "yes" if self.mean > 0 else "no"
+        """On which side of zero the whole interval lies."""
+        if self.low > 0:
+            return "yes"
+        return "no" if self.high < 0 else "no difference"
 
 
 @torch.inference_mode()
-def perplexity(model: nn.Module, ids: Tensor, window: int = 512) -> Perplexity:
+def perplexity(model: nn.Module, ids: Tensor, window: int = 512, full: Full | None = None) -> Perplexity:
     """Mean loss of a causal model over windows that do not overlap.
 
     Each window of ``window`` tokens stands alone and predicts its tokens 2 to ``window``. Tokens
@@ -92,6 +141,7 @@ def perplexity(model: nn.Module, ids: Tensor, window: int = 512) -> Perplexity:
         model: ``model(input_ids).logits`` is [1, window, vocabulary]. It is put into eval mode.
         ids: int64 [T] token ids.
         window: tokens a window, two or more.
+        full: the unquantized model, to compare each prediction with.
 
     Raises:
         ShapeError: fewer tokens than a window, or a window that predicts nothing.
@@ -106,11 +156,32 @@ def perplexity(model: nn.Module, ids: Tensor, window: int = 512) -> Perplexity:
     _check_model(model, ids)
     device = next(model.parameters()).device
     model.eval()
-    losses, start = [], time.perf_counter()
-    for tokens in ids.to(device)[: ids.numel() // window * window].view(-1, window):
-        logits = model(tokens[None], use_cache=False).logits[0, :-1].to(torch.float32)
-        losses.append(functional.cross_entropy(logits, tokens[1:], reduction="none").to("cpu", torch.float64))
-    return Perplexity(losses=torch.cat(losses), seconds=time.perf_counter() - start)
+    rows, seconds = [], 0.0
+    windows = ids.to(device)[: ids.numel() // window * window].view(-1, window)
+    for tokens in windows:
+        start = time.perf_counter()
+        logits = logits_of(model, tokens[None])[0, :-1].to(torch.float32)
+        losses = functional.cross_entropy(logits, tokens[1:], reduction="none")
+        rows.append([losses.to("cpu", torch.float64)])
+        seconds += time.perf_counter() - start
+        if full is not None:
+            rows[-1] += _compared(full(tokens[None])[0, :-1].to(torch.float32), logits)
+    columns = [torch.cat(column) for column in zip(*rows, strict=True)]
+    names = ("losses", "divergence", "agreement")
+    return Perplexity(**dict(zip(names, columns, strict=False)), windows=len(windows), seconds=seconds)
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """[1, window, vocabulary] of int64 [1, window]."""
+    return model(tokens, use_cache=False).logits
+
+
+def _compared(full: Tensor, logits: Tensor) -> list[Tensor]:
+    """KL(full ‖ model) and whether the most likely token is the same, of each row of logits."""
+    p, q = full.log_softmax(-1), logits.log_softmax(-1)
+    divergence = functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    agreement = full.argmax(-1) == logits.argmax(-1)
+    return [column.to("cpu", torch.float64) for column in (divergence, agreement)]
 
 
 def _check_model(model: nn.Module, ids: Tensor) -> None:

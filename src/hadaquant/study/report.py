@@ -18,7 +18,6 @@ from hadaquant.errors import CheckpointError
 from hadaquant.study.cases import Case
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.models import ModelRow
-from hadaquant.study.perplexity import SURE
 from hadaquant.study.sweep import Row
 
 _COLOURS = {"yes": "green", "no": "red", "no difference": "dim"}
@@ -76,29 +75,36 @@ def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
     table = Table(
         title=escape(title),
         box=box.SIMPLE_HEAD,
-        caption="Gain: nats a token against the same format without rotation, ± its standard error. "
-        f"A rotation helps when the gain exceeds {SURE:g} of them.",
+        caption="[…] hold 95 % of what other windows of the text would give. KL: nats a token from the source's "
+        "predictions; same: predictions with its most likely token. Gain: nats a token against the same format "
+        "without rotation. A rotation helps when the whole interval lies above zero.",
         caption_justify="left",
     )
     for heading in ("model", "format", "rotation"):
         table.add_column(heading, overflow="fold")
-    for heading in ("perplexity", "nll", "weights", "seconds", "tokens/s", "gain"):
+    for heading in ("perplexity", "KL", "same", "weights", "tokens/s", "gain"):
         table.add_column(heading, justify="right")
     table.add_column("rotation helps")
     for row in rows:
+        r = row.result
         table.add_row(
             escape(str(row.model)),
             row.format,
             row.rotation,
-            f"{row.result.perplexity:.2f}",
-            f"{row.result.nll:.4f}",
+            f"{r.perplexity:.2f} {between(r.interval, '.2f')}",
+            "" if r.divergence is None else f"{r.divergence.mean():.4f}",
+            "" if r.agreement is None else f"{r.agreement.mean():.1%}",
             f"{row.nbytes / 2**20:.1f} MiB",
-            f"{row.result.seconds:.1f}",
-            f"{row.result.tokens_per_second:.0f}",
-            "" if row.gain is None else f"{row.gain.mean:+.4f} ± {row.gain.error:.4f}",
+            f"{r.tokens_per_second:.0f}",
+            "" if row.gain is None else f"{row.gain.mean:+.4f} {between((row.gain.low, row.gain.high), '+.4f')}",
             "" if row.helps is None else coloured(row.helps),
         )
     return table
+
+
+def between(ends: tuple[float, float], spec: str) -> str:
+    """An interval in rich markup, small."""
+    return f"[dim]\\[{ends[0]:{spec}}, {ends[1]:{spec}}][/]"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
