@@ -10,7 +10,7 @@ from hadaquant.rotation import Rotation, parse
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from hadaquant.kernels import gemm, gemm_int8_hopper, gemm_int8_small, quantize, quantize_rows_gluon, rotate
+from hadaquant.kernels import epilogue, gemm, gemm_int8_hopper, gemm_int8_small, quantize, quantize_rows_gluon, rotate
 from hadaquant.kernels.runtime import OPTIONS
 
 from .compiling import SHARED_LIMIT, TARGETS, compile_for
@@ -114,6 +114,12 @@ def test_products_of_few_rows(target):
         check(compile_for(gemm_int8_small.gemv_kernel, int8, arguments, target), target)
     arguments = {**gemm_int8_small.few_rows_config(overlap), "HAS_BIAS": True}
     check(compile_for(gemm_int8_small.few_rows_kernel, int8, arguments, target), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_scales_of_a_product_made_elsewhere(target):
+    types = {"acc_ptr": "*i32", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
+    check(compile_for(epilogue.scale_kernel, types, {**epilogue.scale_config(), "HAS_BIAS": True}, target), target)
 
 
 @pytest.mark.parametrize("k", [3072, 5120, 32768])

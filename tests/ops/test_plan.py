@@ -74,7 +74,7 @@ def test_a11_reference_on_a_gpu_is_not_its_fast_path(with_triton):
 
 
 def test_a11_an_old_gpu_or_no_triton(monkeypatch, with_triton):
-    for p in plans(hq.explain("int8", 1, 8, 64, OLD)):
+    for p in plans(hq.explain("mxfp4", 1, 8, 64, OLD)):
         assert p.kernel == "reference" and not p.fast and "older than sm_80" in str(p)
     with pytest.raises(
         BackendError, match=r"no kernel runs quantize with backend='triton' on sm_75: .*older than sm_80"

@@ -14,7 +14,7 @@ def explain(
     k: int = typer.Argument(help="K, the linear's in_features."),
     target: str = typer.Option("sm_90", help="Hardware: cpu, sm_80 … sm_120, gfx942, gfx950. It need not be here."),
     rotation: str = typer.Option("none", help="none, sylvester:G or regular:G."),
-    backend: str = typer.Option("auto", help="auto, reference or triton."),
+    backend: str = typer.Option("auto", help="auto, reference, triton, cublas, bf16 or sgl."),
 ) -> None:
     """Say which kernels a linear would run on a target, and why not the others.
 

@@ -35,7 +35,7 @@ class RotatedLinear(nn.Module):
         format, rotation: as in :func:`hadaquant.quantize`.
         bias: whether there is one.
         input_global_scale: static nvfp4 multiplier of the inputs; None computes it in each call.
-        backend: ``auto``, ``reference`` or ``triton``.
+        backend: one of ``hadaquant.ops.options.BACKENDS``.
         device, dtype: of the empty parameters; ``dtype`` is the bias's and the nominal weight's.
     """
 

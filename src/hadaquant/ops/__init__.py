@@ -23,7 +23,7 @@ def rotate(x: Tensor, rotation: str | Rotation, inverse: bool = False, *, backen
         x: [..., K] bfloat16, float16 or float32.
         rotation: ``"none"``, ``"sylvester:16"``, ``"regular:256"``, or a :class:`Rotation`.
         inverse: rotate back.
-        backend: ``auto``, ``reference`` or ``triton``.
+        backend: ``auto``, ``reference`` or ``triton``; an int8 product's name counts as ``auto``.
 
     Returns:
         float32 [..., K], also for a 16-bit x: a rotated float16 can exceed float16.
@@ -53,7 +53,7 @@ def quantize(
         global_scale: for nvfp4, the multiplier g; a number, or a float32 scalar tensor, which stays
             on its device. Left out, g = (amax / 6) / 448 of the rotated x.
         scale_layout: ``linear``, or ``tiled`` for block-scaled matrix units.
-        backend: ``auto``, ``reference`` or ``triton``.
+        backend: ``auto``, ``reference`` or ``triton``; an int8 product's name counts as ``auto``.
 
     Returns:
         The same bytes on every backend.
@@ -95,10 +95,14 @@ def scaled_mm(
 ) -> Tensor:
     """x · wᵀ + bias of quantized x [..., K] and w [N, K], both of one format and rotation: [..., N].
 
+    ``backend``: ``auto``, ``reference``, ``triton``, or for int8 ``cublas``, ``bf16`` or ``sgl``. All give
+    int8 the same bits but ``sgl``, which ``auto`` never takes and which may differ by one ulp.
+
     Raises:
         MismatchError: formats, rotations or scale layouts differ.
         ShapeError: shapes differ.
         AccumulatorError: int8 with K above 133,144.
+        BackendError: the backend has no kernel for this, with each one's reason.
     """
     for what, found, expected in (
         ("x's format", x.format, w.format),

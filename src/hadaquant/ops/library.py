@@ -25,6 +25,7 @@ from hadaquant import reference
 from hadaquant.formats import Format, get_format
 from hadaquant.formats.scales import global_scale_of
 from hadaquant.ops import checks
+from hadaquant.ops.candidates import OTHERS_PRODUCTS
 from hadaquant.ops.plan import Plan, plan_quantize, plan_rotate, plan_scaled_mm, tell
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import NONE, Rotation, trusted
@@ -263,6 +264,11 @@ def _scaled_mm(
     operands = (x2, s2, x_global, *w, f, bias, out_dtype)
     if plan.kernel == "reference":
         return reference.scaled_mm(*operands).view(*lead, n)
+    if plan.kernel in OTHERS_PRODUCTS:
+        from hadaquant.kernels import vendor
+
+        y = vendor.scaled_mm(x2, s2, w_codes, w_scales, bias, out_dtype, kernel=plan.kernel)
+        return y.view(*lead, n)
     from hadaquant.kernels.gemm import scaled_mm
 
     return scaled_mm(*operands, kernel=plan.kernel, tile=plan.tile).view(*lead, n)

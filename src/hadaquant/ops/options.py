@@ -7,9 +7,15 @@ from contextlib import contextmanager
 
 from hadaquant.errors import UnknownChoice
 
+#: Other libraries' int8 products. Such a name selects the product alone: what is no product, rotate and
+#: quantize, then runs as by ``auto``.
+PRODUCTS: tuple[str, ...] = ("cublas", "bf16", "sgl")
+
 #: What may run an op. ``auto`` lets the plan choose; ``reference`` is plain torch on the tensor's own
-#: device; ``triton`` is the fused kernel.
-BACKENDS: tuple[str, ...] = ("auto", "reference", "triton")
+#: device; ``triton`` is the fused kernel; ``cublas`` multiplies int8 by torch._int_mm; ``bf16`` on
+#: bfloat16 matrix units, exactly; ``sgl`` by CUTLASS through sgl_kernel, within one ulp. All but
+#: ``sgl`` give the same bits.
+BACKENDS: tuple[str, ...] = ("auto", "reference", "triton", *PRODUCTS)
 
 _process_backend = "auto"
 
@@ -38,6 +44,12 @@ def set_backend(backend: str) -> None:
 def resolve_backend(backend: str) -> str:
     """A call's own backend, or the process's where the call says ``auto``."""
     return _process_backend if check_backend(backend) == "auto" else backend
+
+
+def without_products(backend: str) -> str:
+    """The resolved backend of an op that is no product."""
+    backend = resolve_backend(backend)
+    return "auto" if backend in PRODUCTS else backend
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import torch
 
 from hadaquant.errors import BackendError, ShapeError
 from hadaquant.formats import Format, get_format
-from hadaquant.ops.options import resolve_backend
+from hadaquant.ops.candidates import Candidate, product_candidates
+from hadaquant.ops.options import resolve_backend, without_products
 from hadaquant.ops.target import TARGETS, Target, get_target
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation, parse
 
@@ -76,49 +77,52 @@ def _triton_refusal(target: Target) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A kernel, why it would be chosen, and what speaks against it, if anything does."""
-
-    kernel: str
-    why: str
-    refusal: str | None = None
-    tile: tuple[int, int] | None = None
-
-
 def _choose(op: str, format: str, target: Target, backend: str, candidates: list[Candidate]) -> Plan:
-    """The first candidate that nothing speaks against; plain torch where it is asked for or all there is."""
-    backend = resolve_backend(backend)
+    """The first candidate that nothing speaks against; plain torch where it is asked for or all there is.
+
+    ``backend`` is resolved.
+    """
     if backend == "triton" and target.name == "cpu" and interpreting():
         target = TARGETS["interpreter"]
-    refusal = _triton_refusal(target)
+    triton = _triton_refusal(target)
 
-    def plan(
-        name: str, reason: str, fast: bool, rejected: list[tuple[str, str]], tile: tuple[int, int] | None = None
-    ) -> Plan:
+    def plan(chosen: Candidate | None, reason: str, fast: bool, against: dict[str, str]) -> Plan:
+        rejected = tuple((kernel, why) for kernel, why in against.items() if not chosen or kernel != chosen.kernel)
         return Plan(
             op=op,
             format=format,
             target=target.name,
-            kernel=name,
+            kernel=chosen.kernel if chosen else "reference",
             reason=reason,
             fast=fast,
-            rejected=tuple(rejected),
-            tile=tile,
+            rejected=rejected,
+            tile=chosen.tile if chosen else None,
         )
 
     if backend == "reference":
-        why = "backend='reference'"
-        return plan("reference", "asked for by name", target.vendor == "cpu", [(c.kernel, why) for c in candidates])
-    if refusal and backend == "triton":
-        others = "reference: available, ask for backend='auto' or 'reference'"
-        raise BackendError(what=f"{op} with backend='triton' on {target}", reasons=f"triton: {refusal}; {others}")
-    if refusal:
-        reason = "plain torch, exact, with the same bytes as the kernels"
-        return plan("reference", reason, target.vendor == "cpu", [(c.kernel, refusal) for c in candidates])
-    refused = [(c.kernel, c.refusal) for c in candidates if c.refusal]
-    chosen = next(c for c in candidates if not c.refusal)
-    return plan(chosen.kernel, chosen.why, True, refused, chosen.tile)
+        against = {c.kernel: "backend='reference'" for c in candidates}
+        return plan(None, "asked for by name", target.vendor == "cpu", against)
+    if backend != "auto":
+        candidates = [c for c in candidates if c.backend == backend]
+    refusals = {c.kernel: why for c in candidates if (why := (c.backend == "triton" and triton) or c.refusal)}
+    able = [c for c in candidates if c.kernel not in refusals]
+    if backend != "auto":
+        if not able:
+            reasons = (
+                f"triton: {triton}" if backend == "triton" else "; ".join(f"{k}: {w}" for k, w in refusals.items())
+            )
+            others = "reference: available, ask for backend='auto' or 'reference'"
+            raise BackendError(what=f"{op} with backend={backend!r} on {target}", reasons=f"{reasons}; {others}")
+        return plan(able[0], able[0].why, True, refusals)
+    against = {c.kernel: why for c in candidates if (why := refusals.get(c.kernel) or c.unasked)}
+    for chosen in able:
+        if chosen.kernel not in against:
+            return plan(chosen, chosen.why, True, against)
+    for chosen in able:
+        if not chosen.named_only:
+            return plan(chosen, chosen.why, False, against)
+    reason = "plain torch, exact, with the same bytes as the kernels"
+    return plan(None, reason, target.vendor == "cpu", against)
 
 
 #: Widest row that the registers of eight warps hold.
@@ -127,7 +131,7 @@ WIDEST_ROW = 32768
 
 def _rows_in_registers(rotation: Rotation, target: Target, dtype: torch.dtype, k: int) -> str | None:
     """What speaks against holding whole rows in registers."""
-    groups = (16, 64, 256) if rotation.kind == "regular" else (16, 32, 64, 256)
+    groups = (16, 64, 256, 1024) if rotation.kind == "regular" else (16, 32, 64, 128, 256, 512, 1024)
     if target.vendor != "nvidia":
         return "its layouts are made for 32 lanes and NVIDIA's asynchronous copies"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -144,7 +148,7 @@ def plan_rotate(rotation: Rotation, target: Target, backend: str = "auto") -> Pl
     why = "butterflies in registers"
     if rotation.kind == "matrix":
         why = "a float32 matrix product, never TF32"
-    return _choose("rotate", "float32", target, backend, [Candidate(kernel="rotate", why=why)])
+    return _choose("rotate", "float32", target, without_products(backend), [Candidate(kernel="rotate", why=why)])
 
 
 def plan_quantize(
@@ -157,6 +161,7 @@ def plan_quantize(
     k: int = 4096,
 ) -> Plan:
     """The plan of rotate -> scale -> encode -> pack for rows of K elements of a dtype."""
+    backend = without_products(backend)
     one = "one pass: rotate, scale, encode and pack in registers"
     kernel = "quantize_rows" if format.block is None else "quantize_blocks"
     if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
@@ -170,52 +175,6 @@ def plan_quantize(
     return _choose("quantize", format.name, target, backend, candidates)
 
 
-#: Most rows for which the integer cores, and then slices of K over warps, beat tiles (measured on an H200).
-GEMV_ROWS, FEW_ROWS = 2, 16
-
-
-def small_tile(m: int, n: int, target: Target) -> tuple[int, int] | None:
-    """Tile of a product of few rows: the largest whose count is within two for each multiprocessor.
-
-    None where even the largest small tile comes in greater numbers. Measured on an H200.
-    """
-    if m <= FEW_ROWS:
-        return 16, 32
-    if m <= 64:
-        return (64, 32) if -(-n // 32) <= target.multiprocessors else (64, 64)
-    for rows, columns in ((64, 64), (128, 64)):
-        if -(-m // rows) * -(-n // columns) <= 2 * target.multiprocessors:
-            return rows, columns
-    return None
-
-
-def _int8_candidates(target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
-    nvidia = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
-    gemv = nvidia or (f"M={m} is above {GEMV_ROWS}" if m > GEMV_ROWS else None) or (f"K={k} % 4" if k % 4 else None)
-    few = nvidia or (f"M={m} is above {FEW_ROWS}" if m > FEW_ROWS else None)
-    if not few and -(-n // 16) > 2 * target.multiprocessors:
-        few = f"N={n} fills the multiprocessors without slicing K"
-    hopper = None
-    if target.name != "sm_90":
-        hopper = "it is written for the warpgroup instructions of sm_90"
-    elif small_tile(m, n, target) is not None:
-        hopper = f"M={m}, N={n} are too few 128x256 tiles to fill the multiprocessors"
-    elif k % 16 or n % 8:
-        hopper = f"TMA needs K % 16 == 0 and N % 8 == 0, not K={k}, N={n}"
-    elif out_dtype not in (torch.bfloat16, torch.float16):
-        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
-    return [
-        Candidate(kernel="int8_gemv", why="four products an instruction, each weight read once", refusal=gemv),
-        Candidate(kernel="int8_few_rows", why="warps take slices of K, each weight read once", refusal=few),
-        Candidate(kernel="int8_mm_hopper", why="warpgroup matrix units fed by TMA, exact int32 sums", refusal=hopper),
-        Candidate(
-            kernel="int8_mm",
-            why="tiles on the int8 matrix units, exact int32 sums",
-            tile=small_tile(m, n, target) or (128, 128),
-        ),
-    ]
-
-
 def plan_scaled_mm(
     format: Format,
     target: Target,
@@ -227,10 +186,8 @@ def plan_scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Plan:
     """The plan of the matrix product of two quantized matrices [M, K] and [N, K]."""
-    if format.block is None:
-        return _choose("scaled_mm", format.name, target, backend, _int8_candidates(target, m, n, k, out_dtype))
-    why = "codes times block scales decoded to bfloat16 (exact), multiplied into float32"
-    return _choose("scaled_mm", format.name, target, backend, [Candidate(kernel="fp4_mm", why=why)])
+    candidates = product_candidates(format, target, m, n, k, out_dtype)
+    return _choose("scaled_mm", format.name, target, resolve_backend(backend), candidates)
 
 
 def explain(

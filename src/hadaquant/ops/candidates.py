@@ -1,0 +1,158 @@
+"""The kernels that can multiply two quantized matrices, and what speaks for and against each at a shape."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from hadaquant.formats import Format
+from hadaquant.ops.options import PRODUCTS
+from hadaquant.ops.target import Target
+
+#: Kernels of kernels/vendor.py.
+OTHERS_PRODUCTS: tuple[str, ...] = tuple(f"int8_{backend}" for backend in PRODUCTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A kernel, the backend it belongs to, why it would be chosen, and what speaks against it.
+
+    ``refusal``: why it cannot run. ``unasked``: why ``auto`` prefers another. ``named_only``: ``auto``
+    never takes it. ``tile``: rows and columns of the output a program makes, where the kernel leaves a choice.
+    """
+
+    kernel: str
+    why: str
+    backend: str = "triton"
+    refusal: str | None = None
+    unasked: str | None = None
+    named_only: bool = False
+    tile: tuple[int, int] | None = None
+
+
+def product_candidates(
+    format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype
+) -> list[Candidate]:
+    """Candidates for [M, K] · [N, K]ᵀ, best first."""
+    if format.block is None:
+        return _int8_candidates(target, m, n, k, out_dtype)
+    why = "codes times block scales decoded to bfloat16 (exact), multiplied into float32"
+    other = f"it multiplies int8, not {format}"
+    return [
+        Candidate(kernel="fp4_mm", why=why),
+        *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS),
+    ]
+
+
+#: Most rows for which the integer cores, and then slices of K over warps, beat tiles (measured on an H200).
+GEMV_ROWS, FEW_ROWS = 2, 16
+#: Of cuBLASLt's int8 product, and of CUTLASS's.
+CUBLAS_MULTIPLE, SGL_MULTIPLE = 8, 16
+
+
+def small_tile(m: int, n: int, target: Target) -> tuple[int, int] | None:
+    """Tile of a product of few rows: the largest whose count is within two for each multiprocessor.
+
+    None where even the largest small tile comes in greater numbers. Measured on an H200.
+    """
+    if m <= FEW_ROWS:
+        return 16, 32
+    if m <= 64:
+        return (64, 32) if -(-n // 32) <= target.multiprocessors else (64, 64)
+    for rows, columns in ((64, 64), (128, 64)):
+        if -(-m // rows) * -(-n // columns) <= 2 * target.multiprocessors:
+            return rows, columns
+    return None
+
+
+def _int8_candidates(target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
+    nvidia = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
+    gemv = nvidia or (f"M={m} is above {GEMV_ROWS}" if m > GEMV_ROWS else None) or (f"K={k} % 4" if k % 4 else None)
+    few = nvidia or (f"M={m} is above {FEW_ROWS}" if m > FEW_ROWS else None)
+    if not few and -(-n // 16) > 2 * target.multiprocessors:
+        few = f"N={n} fills the multiprocessors without slicing K"
+    hopper = None
+    if target.name != "sm_90":
+        hopper = "it is written for the warpgroup instructions of sm_90"
+    elif small_tile(m, n, target) is not None:
+        hopper = f"M={m}, N={n} are too few 128x256 tiles to fill the multiprocessors"
+    elif k % 16 or n % 8:
+        hopper = f"TMA needs K % 16 == 0 and N % 8 == 0, not K={k}, N={n}"
+    elif out_dtype not in (torch.bfloat16, torch.float16):
+        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
+    # of the kernels on int8 matrix units
+    slow = None if target.int8_units else f"the int8 units of {target} are slower than its bfloat16 units"
+    return [
+        Candidate(kernel="int8_gemv", why="four products an instruction, each weight read once", refusal=gemv),
+        Candidate(
+            kernel="int8_few_rows", why="warps take slices of K, each weight read once", refusal=few, unasked=slow
+        ),
+        Candidate(kernel="int8_mm_hopper", why="warpgroup matrix units fed by TMA, exact int32 sums", refusal=hopper),
+        _cublas(target, m, n, k, slow),
+        _bf16(target, slow),
+        Candidate(
+            kernel="int8_mm",
+            why="tiles on the int8 matrix units, exact int32 sums",
+            tile=small_tile(m, n, target) or (128, 128),
+            unasked=slow,
+        ),
+        _sgl(target, n, k, out_dtype),
+    ]
+
+
+def _cublas(target: Target, m: int, n: int, k: int, slow: str | None) -> Candidate:
+    padded = n % CUBLAS_MULTIPLE or k % CUBLAS_MULTIPLE
+    unasked = slow
+    if target.arch < 100:
+        unasked = f"Triton's kernels are expected faster on {target}"
+    elif m <= FEW_ROWS:
+        unasked = f"it takes 17 rows at least, more than M={m}"
+    elif padded:
+        unasked = f"it needs multiples of {CUBLAS_MULTIPLE}: N={n}, K={k} would be padded by a copy in each call"
+    return Candidate(
+        kernel="int8_cublas",
+        why="cuBLASLt's exact int32 sums, then one pass of scales and bias" + (", operands padded" if padded else ""),
+        backend="cublas",
+        refusal=None if target.vendor == "nvidia" else "it is NVIDIA's library",
+        unasked=unasked,
+    )
+
+
+def _bf16(target: Target, slow: str | None) -> Candidate:
+    supported = target.vendor == "nvidia" and target.arch >= 80
+    return Candidate(
+        kernel="int8_bf16",
+        why="bfloat16 matrix units, exact over short slices of K" + (f", since {slow}" if slow else ""),
+        backend="bf16",
+        refusal=None if supported else "it needs the bfloat16 matrix units of an NVIDIA GPU from sm_80",
+        unasked=None if slow else f"the int8 units of {target} are faster",
+    )
+
+
+@functools.cache
+def has_sgl() -> bool:
+    """Whether sgl_kernel is installed. Looked up once a process, and not imported."""
+    return importlib.util.find_spec("sgl_kernel") is not None
+
+
+def _sgl(target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
+    refusal = None
+    if target.vendor != "nvidia":
+        refusal = "it is written for NVIDIA's GPUs"
+    elif not has_sgl():
+        refusal = "the package sgl-kernel is not installed"
+    elif n % SGL_MULTIPLE or k % SGL_MULTIPLE:
+        refusal = f"it needs N and K to be multiples of {SGL_MULTIPLE}, not N={n}, K={k}"
+    elif out_dtype not in (torch.bfloat16, torch.float16):
+        refusal = f"it writes 16-bit outputs, not {out_dtype}"
+    return Candidate(
+        kernel="int8_sgl",
+        why="CUTLASS's int8 product, within one ulp",
+        backend="sgl",
+        refusal=refusal,
+        unasked="it multiplies the two scales first, which can differ by one ulp: only by name",
+        named_only=True,
+    )
