@@ -105,6 +105,7 @@ def test_strided_operands_and_a_nan_scale(kernel, place):
 
 def test_b4_sgl_is_called_as_it_wants_to_be(monkeypatch):
     """sgl_kernel needs a GPU: a stand-in checks what it is given."""
+
     def int8_scaled_mm(a, b, scales_a, scales_b, out_dtype, bias=None):
         assert a.stride(1) == 1 and b.stride(0) == 1  # row-major times column-major
         y = (a.float() @ b.float()) * (scales_a[:, None] * scales_b)
