@@ -4,27 +4,24 @@ A tile is a run of whole groups of contiguous elements. The Hadamard kinds are b
 registers, in the order of ``rotation.stages``; a matrix is multiplied in float32, never TF32.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from hadaquant.kernels.numerics import widen
+from hadaquant.kernels.front import load_front, spread_rows
 from hadaquant.rotation import Rotation, norm, stages
 
 
-def constants(rotation: Rotation) -> dict[str, Any]:
-    """Compile-time arguments that describe a rotation to a kernel."""
+def constants(rotation: Rotation) -> tuple[object, ...]:
+    """Compile-time description of a rotation: kind, group, strides of its stages, norm, whether it has signs."""
     hadamard = rotation.kind in ("sylvester", "regular")
     steps = stages(rotation.group) if hadamard else ()
-    return {
-        "KIND": rotation.kind,
-        "GROUP": rotation.group,
-        "STRIDES": tuple(stride for radix, stride in steps if radix == 4),
-        "ODD": any(radix == 2 for radix, _ in steps),
-        "NORM": norm(rotation.group) if hadamard else 1.0,
-        "SIGNED": rotation.signs is not None,
-    }
+    return (
+        rotation.kind,
+        rotation.group,
+        tuple(stride for _, stride in steps),
+        norm(rotation.group) if hadamard else 1.0,
+        rotation.signs is not None,
+    )
 
 
 @triton.jit
@@ -52,26 +49,20 @@ def _radix2(v, ROWS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rotate_registers(
-    v,
-    signs_ptr,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    ODD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIGNED: tl.constexpr,
-    INVERSE: tl.constexpr,
-):
+def rotate_registers(v, signs_ptr, ROWS: tl.constexpr, ROTATION: tl.constexpr, INVERSE: tl.constexpr):
     """float32 [ROWS, GROUP] -> the same, each row times R, or Rᵀ if INVERSE."""
+    KIND: tl.constexpr = ROTATION[0]
+    GROUP: tl.constexpr = ROTATION[1]
+    STRIDES: tl.constexpr = ROTATION[2]
+    SIGNED: tl.constexpr = ROTATION[4]
     if SIGNED and not INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
     for i in tl.static_range(len(STRIDES)):
-        v = _radix4(v, ROWS, KIND, GROUP, STRIDES[i])
-    if ODD:
-        v = _radix2(v, ROWS, GROUP)
-    v = v * NORM
+        if 4 * STRIDES[i] <= GROUP:
+            v = _radix4(v, ROWS, KIND, GROUP, STRIDES[i])
+        else:
+            v = _radix2(v, ROWS, GROUP)
+    v = v * ROTATION[3]
     if SIGNED and INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
     return v
@@ -80,46 +71,43 @@ def rotate_registers(
 @triton.jit
 def load_rotated(
     x_ptr,
-    start,
+    rows,
+    first,
     valid,
     signs_ptr,
     matrix_ptr,
     ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    ODD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIGNED: tl.constexpr,
-    INVERSE: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROTATION: tl.constexpr,
+    INVERSE: tl.constexpr,
+    FRONT: tl.constexpr,
 ):
-    """Rotated float32 [ROWS, WIDTH] of the runs of WIDTH elements at ``start``; 0 where not ``valid``.
+    """Rotated float32 [ROWS, WIDTH] from column ``first`` of the rows on; 0 where not ``valid``.
 
-    start: int64 [ROWS]; valid: int1 [ROWS, WIDTH], constant within each group.
+    rows: as :func:`load_front` takes them; valid: int1 [ROWS, WIDTH], constant within each group.
     """
-    columns = tl.arange(0, WIDTH)
+    KIND: tl.constexpr = ROTATION[0]
+    GROUP: tl.constexpr = ROTATION[1]
+    GROUPS: tl.constexpr = ROWS * (WIDTH // GROUP)
     if KIND == "matrix":
-        GROUPS: tl.constexpr = ROWS * (WIDTH // GROUP)
         STEP: tl.constexpr = 16
-        heads = tl.reshape(start[:, None] + tl.arange(0, WIDTH // GROUP)[None, :] * GROUP, (GROUPS,))
+        pieces = spread_rows(rows, ROWS, WIDTH // GROUP, GROUP, FRONT)
         inside = tl.max(tl.reshape(valid.to(tl.int32), (GROUPS, GROUP)), axis=1) > 0
         part = tl.arange(0, STEP)
         out = tl.arange(0, GROUP)
         acc = tl.zeros((GROUPS, GROUP), tl.float32)
         for k in range(0, GROUP, STEP):
-            a = tl.load(x_ptr + heads[:, None] + (k + part)[None, :], mask=inside[:, None], other=0.0)
+            a = load_front(x_ptr, pieces, first + k + part, inside[:, None], FRONT)
             if INVERSE:
                 b = tl.load(matrix_ptr + out[None, :] * GROUP + (k + part)[:, None])
             else:
                 b = tl.load(matrix_ptr + (k + part)[:, None] * GROUP + out[None, :])
-            acc = tl.dot(widen(a), b, acc, input_precision="ieee")
+            acc = tl.dot(a, b, acc, input_precision="ieee")
         return tl.reshape(acc, (ROWS, WIDTH))
     else:
-        v = widen(tl.load(x_ptr + start[:, None] + columns[None, :], mask=valid, other=0.0))
+        v = load_front(x_ptr, rows, first + tl.arange(0, WIDTH), valid, FRONT)
         if KIND != "none":
-            GROUPS: tl.constexpr = ROWS * (WIDTH // GROUP)
             v = tl.reshape(v, (GROUPS, GROUP))
-            v = rotate_registers(v, signs_ptr, GROUPS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, INVERSE)
+            v = rotate_registers(v, signs_ptr, GROUPS, ROTATION, INVERSE)
             v = tl.reshape(v, (ROWS, WIDTH))
         return v

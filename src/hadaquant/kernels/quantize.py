@@ -1,9 +1,10 @@
-"""Rotate -> scale -> encode -> pack in one kernel; steps and names as in reference.py.
+"""Front end -> rotate -> scale -> encode -> pack in one kernel; steps and names as in reference.py.
 
-Two kernels, by where a scale comes from. Formats with a block (nvfp4, mxfp4) see the tensor as one
-run of units, a unit being a block or a group, whichever is larger: no row structure, any M, offsets
-in 64 bits. Formats with one scale a row (int8) hold a row in registers, or walk a long row twice,
-the second time from the L2 cache.
+Three kernels, by where a scale comes from and whether there are rows. Formats with a block (nvfp4, mxfp4)
+see the tensor as one run of units, a unit being a block or a group, whichever is larger: no row
+structure, any M, offsets in 64 bits. With a front end, which knows rows, they walk each row once. Formats
+with one scale a row (int8) hold a row in registers, or walk a long row twice, the second time from the
+L2 cache. The sums of a norm are a walk of their own before.
 
 Bytes moved an element from bfloat16: nvfp4 2 + 0.5625, mxfp4 2 + 0.53125, int8 2 + 1. The roof is
 device memory.
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
+from hadaquant.front import NONE, SUM_RUN, FrontEnd
+from hadaquant.kernels.front import as_rows, open_rows, row_arguments
+from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import choose, encode, magnitude_bits, multiplier
 from hadaquant.kernels.runtime import OPTIONS, given, on
@@ -50,6 +54,13 @@ def _tiled_offset(block, blocks_in_row, TILE_ROWS: tl.constexpr, TILE_COLS: tl.c
 
 
 @triton.jit
+def _encode_blocks(y, g, ROWS: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, RULE: tl.constexpr):
+    """float32 [ROWS, BLOCK] -> bytes to store and int32 scales [ROWS]."""
+    stored = choose(tl.max(magnitude_bits(y), axis=1), g, RULE)
+    return _pack(encode(y, _divisor(stored, g, RULE)[:, None], ELEMENT), ROWS, BLOCK, ELEMENT), stored
+
+
+@triton.jit
 def quantize_blocks_kernel(
     x_ptr,
     codes_ptr,
@@ -68,12 +79,8 @@ def quantize_blocks_kernel(
     TILED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    ODD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIGNED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = ROWS * (UNIT // BLOCK)
     PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
@@ -84,14 +91,8 @@ def quantize_blocks_kernel(
     if HAS_GLOBAL:
         g = tl.load(global_ptr)
 
-    y = load_rotated(
-        x_ptr, unit * UNIT, valid, signs_ptr, matrix_ptr,
-        ROWS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, False, UNIT,
-    )  # fmt: skip
-    y = tl.reshape(y, (BLOCKS, BLOCK))
-    stored = choose(tl.max(magnitude_bits(y), axis=1), g, RULE)  # [BLOCKS]
-    codes = encode(y, _divisor(stored, g, RULE)[:, None], ELEMENT)
-    packed = _pack(codes, BLOCKS, BLOCK, ELEMENT)
+    y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, False, FRONT)
+    packed, stored = _encode_blocks(tl.reshape(y, (BLOCKS, BLOCK)), g, BLOCKS, BLOCK, ELEMENT, RULE)
 
     block = first * (UNIT // BLOCK) + tl.arange(0, BLOCKS)
     inside = block < units * (UNIT // BLOCK)
@@ -104,6 +105,67 @@ def quantize_blocks_kernel(
 
 
 @triton.jit
+def quantize_walk_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    global_ptr,
+    signs_ptr,
+    matrix_ptr,
+    M,
+    K,
+    x_stride,
+    factor_ptr,
+    factor_stride,
+    factor_rows,
+    shift_ptr,
+    shift_stride,
+    shift_rows,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    RULE: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr,
+    TILED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
+):
+    """Blocks of rows, which a front end knows."""
+    BLOCKS: tl.constexpr = WIDTH // BLOCK
+    BYTES: tl.constexpr = WIDTH // 2 if ELEMENT == "e2m1" else WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (row < M)[:, None]
+    column = tl.arange(0, WIDTH)
+    g = 1.0
+    if HAS_GLOBAL:
+        g = tl.load(global_ptr)
+
+    factor = (factor_ptr, factor_stride, factor_rows)
+    shift = (shift_ptr, shift_stride, shift_rows)
+    rows = open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS, WIDTH, TILES, FRONT)
+    for k in range(0, K, WIDTH):
+        valid = inside & (k + column < K)[None, :]
+        y = load_rotated(x_ptr, rows, k, valid, signs_ptr, matrix_ptr, ROWS, WIDTH, ROTATION, False, FRONT)
+        y = tl.reshape(y, (ROWS * BLOCKS, BLOCK))
+        packed, stored = _encode_blocks(y, g, ROWS * BLOCKS, BLOCK, ELEMENT, RULE)
+        byte = k // (WIDTH // BYTES) + tl.arange(0, BYTES)
+        bytes_in_row = K // (WIDTH // BYTES)
+        packed = tl.reshape(packed, (ROWS, BYTES))
+        codes = codes_ptr + (row * bytes_in_row)[:, None] + byte[None, :]
+        tl.store(codes, packed, mask=inside & (byte < bytes_in_row)[None, :])
+        block = k // BLOCK + tl.arange(0, BLOCKS)
+        where = (row * (K // BLOCK))[:, None] + block[None, :]
+        if TILED:
+            where = _tiled_offset(where, K // BLOCK, TILE_ROWS, TILE_COLS)
+        stored = tl.reshape(stored, (ROWS, BLOCKS)).to(scales_ptr.dtype.element_ty)
+        tl.store(scales_ptr + where, stored, mask=inside & (block < K // BLOCK)[None, :])
+
+
+@triton.jit
 def quantize_rows_kernel(
     x_ptr,
     codes_ptr,
@@ -112,49 +174,45 @@ def quantize_rows_kernel(
     matrix_ptr,
     M,
     K,
+    x_stride,
+    factor_ptr,
+    factor_stride,
+    factor_rows,
+    shift_ptr,
+    shift_stride,
+    shift_rows,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    ONE_PASS: tl.constexpr,
+    TILES: tl.constexpr,
     ELEMENT: tl.constexpr,
     RULE: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    ODD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIGNED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < M)[:, None]
 
-    amax = tl.zeros((ROWS,), tl.int32)
-    if ONE_PASS:
+    factor = (factor_ptr, factor_stride, factor_rows)
+    shift = (shift_ptr, shift_stride, shift_rows)
+    rows = open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS, WIDTH, TILES, FRONT)
+    if TILES == 1:
         valid = inside & (column < K)[None, :]
-        y = load_rotated(
-            x_ptr, row * K, valid, signs_ptr, matrix_ptr,
-            ROWS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, False, WIDTH,
-        )  # fmt: skip
+        y = load_rotated(x_ptr, rows, 0, valid, signs_ptr, matrix_ptr, ROWS, WIDTH, ROTATION, False, FRONT)
         stored = choose(tl.max(magnitude_bits(y), axis=1), 1.0, RULE)
-        codes = encode(y, _divisor(stored, 1.0, RULE)[:, None], ELEMENT)
-        packed = _pack(codes, ROWS, WIDTH, ELEMENT)
+        packed = _pack(encode(y, _divisor(stored, 1.0, RULE)[:, None], ELEMENT), ROWS, WIDTH, ELEMENT)
         tl.store(codes_ptr + row[:, None] * K + column[None, :], packed, mask=valid)
     else:
+        amax = tl.zeros((ROWS,), tl.int32)
         for k in range(0, K, WIDTH):
             valid = inside & (k + column < K)[None, :]
-            y = load_rotated(
-                x_ptr, row * K + k, valid, signs_ptr, matrix_ptr,
-                ROWS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, False, WIDTH,
-            )  # fmt: skip
+            y = load_rotated(x_ptr, rows, k, valid, signs_ptr, matrix_ptr, ROWS, WIDTH, ROTATION, False, FRONT)
             amax = tl.maximum(amax, tl.max(magnitude_bits(y), axis=1))
         stored = choose(amax, 1.0, RULE)
         divisor = _divisor(stored, 1.0, RULE)[:, None]
         for k in range(0, K, WIDTH):
             valid = inside & (k + column < K)[None, :]
-            y = load_rotated(
-                x_ptr, row * K + k, valid, signs_ptr, matrix_ptr,
-                ROWS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, False, WIDTH,
-            )  # fmt: skip
+            y = load_rotated(x_ptr, rows, k, valid, signs_ptr, matrix_ptr, ROWS, WIDTH, ROTATION, False, FRONT)
             packed = _pack(encode(y, divisor, ELEMENT), ROWS, WIDTH, ELEMENT)
             tl.store(codes_ptr + row[:, None] * K + (k + column)[None, :], packed, mask=valid)
     tl.store(scales_ptr + row, stored, mask=row < M)
@@ -166,41 +224,64 @@ TILE = 4096
 MATRIX_TILE = 2048
 
 
+def _of_format(format: Format) -> dict[str, Any]:
+    return {"ELEMENT": format.element.name, "RULE": format.scale.name}
+
+
+def _of_blocks(format: Format) -> dict[str, Any]:
+    block = {"BLOCK": format.block, "HAS_GLOBAL": format.has_global_scale}
+    return {**block, "TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS, **_of_format(format)}
+
+
+def _tile_of(rotation: Rotation) -> int:
+    return MATRIX_TILE if rotation.kind == "matrix" else TILE
+
+
+def _rows_of(rotation: Rotation, width: int) -> int:
+    """Rows of a tile; a matrix product has at least 16 groups."""
+    least = 16 * rotation.group // width if rotation.kind == "matrix" else 1
+    return max(_tile_of(rotation) // width, least, 1)
+
+
 def block_config(format: Format, rotation: Rotation, rows: int | None = None) -> dict[str, Any]:
     """Compile-time arguments of :func:`quantize_blocks_kernel` besides the scale layout."""
-    block = format.block or 1
-    unit = max(block, rotation.group)
-    tile = MATRIX_TILE if rotation.kind == "matrix" else TILE
+    unit = max(format.block or 1, rotation.group)
     return {
-        "ROWS": rows or max(tile // unit, 16 * rotation.group // unit if rotation.kind == "matrix" else 1),
+        "ROWS": rows or _rows_of(rotation, unit),
         "UNIT": unit,
-        "BLOCK": block,
-        "ELEMENT": format.element.name,
-        "RULE": format.scale.name,
-        "HAS_GLOBAL": format.has_global_scale,
-        "TILE_ROWS": TILE_ROWS,
-        "TILE_COLS": TILE_COLS,
-        **constants(rotation),
+        **_of_blocks(format),
+        "ROTATION": constants(rotation),
+        "FRONT": front_constants(NONE),
     }
 
 
-def row_config(format: Format, rotation: Rotation, k: int, rows: int | None = None) -> dict[str, Any]:
+def walk_config(rotation: Rotation, front_end: FrontEnd, k: int, block: int = 1) -> dict[str, Any]:
+    """Compile-time arguments of a kernel that walks rows of K elements in tiles, with a front end."""
+    least = max(rotation.group, block, SUM_RUN)
+    # the largest power of two that divides K leaves nothing of a tile unused
+    width = max(min(k & -k, _tile_of(rotation)), least)
+    return {"ROWS": _rows_of(rotation, width), "num_warps": 8, **_of_rows(rotation, front_end, k, width)}
+
+
+def _of_rows(rotation: Rotation, front_end: FrontEnd, k: int, width: int) -> dict[str, Any]:
+    tiles = triton.next_power_of_2(triton.cdiv(k, width))
+    front = front_constants(front_end, width, tiles)
+    return {"WIDTH": width, "TILES": tiles, "ROTATION": constants(rotation), "FRONT": front}
+
+
+def row_config(
+    format: Format, rotation: Rotation, k: int, rows: int | None = None, front_end: FrontEnd = NONE
+) -> dict[str, Any]:
     """Compile-time arguments of :func:`quantize_rows_kernel`."""
+    least = max(rotation.group, SUM_RUN if front_end.sums else 1)
+    width = max(min(triton.next_power_of_2(k), _tile_of(rotation)), least)
     matrix = rotation.kind == "matrix"
-    tile = MATRIX_TILE if matrix else TILE
-    width = max(min(triton.next_power_of_2(k), tile), rotation.group)
-    rows = rows or max(1, tile // width)
-    if matrix:  # a matrix product has at least 16 rows
-        rows = max(rows, 16 * rotation.group // width)
     return {
-        "ROWS": rows,
-        "WIDTH": width,
-        "ONE_PASS": width >= k,
-        "ELEMENT": format.element.name,
-        "RULE": format.scale.name,
+        "ROWS": max(rows or 0, _rows_of(rotation, width)) if matrix else rows or _rows_of(rotation, width),
+        **_of_format(format),
+        **_of_rows(rotation, front_end, k, width),
         # of butterflies with four warps, and of products with eight, ptxas spills a few bytes on some targets
         "num_warps": 4 if matrix else 8,
-        **constants(rotation),
     }
 
 
@@ -210,15 +291,15 @@ def quantize(
     rotation: Rotation,
     global_scale: Tensor | None,
     scale_layout: str = "linear",
+    front_end: FrontEnd = NONE,
     *,
     kernel: str = "",
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x [..., K]: the bytes of ``reference.quantize``.
+    """Codes and scales of x [..., K]: the bytes of ``reference.quantize``, but for a front end's exp.
 
     ``kernel``: the plan's; ``quantize_rows_gluon`` names the faster twin. ``rows`` overrides the tile.
     """
-    x = x.contiguous()
     shape, k = tuple(x.shape), x.shape[-1]
     m = x.numel() // k
     codes = torch.empty(format.codes_shape(shape), dtype=format.element.codes_dtype, device=x.device)
@@ -230,20 +311,26 @@ def quantize(
     if kernel == "quantize_rows_gluon":
         from hadaquant.kernels.quantize_rows_gluon import quantize_rows
 
-        quantize_rows(x, codes, scales, format, rotation)
+        quantize_rows(x.contiguous(), codes, scales, format, rotation)
         return codes, scales
-    signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
+    signs, matrix, g = given(rotation.signs, x), given(rotation.matrix, x), given(global_scale, x)
     with on(x.device):
-        if format.block:
+        if format.block and front_end is NONE:
+            x = x.contiguous()
             config = block_config(format, rotation, rows)
             units = x.numel() // int(config["UNIT"])
-            grid = (triton.cdiv(units, config["ROWS"]),)
-            g = given(global_scale, x)
-            quantize_blocks_kernel[grid](
+            quantize_blocks_kernel[(triton.cdiv(units, config["ROWS"]),)](
                 x, codes, scales, g, signs, matrix, units, format.blocks(k), TILED=tiled, **config, **OPTIONS
             )
+            return codes, scales
+        x = as_rows(x)
+        arguments = (signs, matrix, m, k, *row_arguments(x, front_end))
+        if format.block:
+            config = {**walk_config(rotation, front_end, k, format.block), **_of_blocks(format)}
+            quantize_walk_kernel[(triton.cdiv(m, config["ROWS"]),)](
+                x, codes, scales, g, *arguments, TILED=tiled, **config, **OPTIONS
+            )
         else:
-            config = row_config(format, rotation, k, rows)
-            grid = (triton.cdiv(m, config["ROWS"]),)
-            quantize_rows_kernel[grid](x, codes, scales, signs, matrix, m, k, **config, **OPTIONS)
+            config = row_config(format, rotation, k, rows, front_end)
+            quantize_rows_kernel[(triton.cdiv(m, config["ROWS"]),)](x, codes, scales, *arguments, **config, **OPTIONS)
     return codes, scales

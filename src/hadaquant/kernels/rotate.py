@@ -1,6 +1,6 @@
-"""Rotation alone, and the largest finite magnitude of a rotated tensor.
+"""Rotation alone, a front end alone, and the largest finite magnitude of a rotated tensor.
 
-``rotate`` moves 2 + 4 bytes an element from bfloat16, ``amax`` 2; the roof is device memory.
+``rotate`` and ``front`` move 2 + 4 bytes an element from bfloat16, ``amax`` 2; the roof is device memory.
 """
 
 from typing import Any
@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hadaquant.front import NONE, FrontEnd
+from hadaquant.kernels.front import as_rows, open_rows, row_arguments
+from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, widen
-from hadaquant.kernels.quantize import MATRIX_TILE, TILE
+from hadaquant.kernels.quantize import MATRIX_TILE, TILE, walk_config
 from hadaquant.kernels.runtime import OPTIONS, given, on
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
 
@@ -27,20 +30,19 @@ def rotate_kernel(
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     INVERSE: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    ODD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIGNED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
-    y = load_rotated(
-        x_ptr, unit * UNIT, valid, signs_ptr, matrix_ptr,
-        ROWS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, INVERSE, UNIT,
-    )  # fmt: skip
+    y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, INVERSE, FRONT)
     tl.store(y_ptr + (unit * UNIT)[:, None] + tl.arange(0, UNIT)[None, :], y, mask=valid)
+
+
+@triton.jit
+def _finite_bits(y):
+    b = magnitude_bits(y)
+    return tl.where(b < FP32_INF_BITS, b, 0)
 
 
 @triton.jit
@@ -52,22 +54,54 @@ def amax_kernel(
     units,
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDES: tl.constexpr,
-    ODD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIGNED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
 ):
     unit = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
-    y = load_rotated(
-        x_ptr, unit * UNIT, valid, signs_ptr, matrix_ptr,
-        ROWS, KIND, GROUP, STRIDES, ODD, NORM, SIGNED, False, UNIT,
-    )  # fmt: skip
-    b = magnitude_bits(y)
-    b = tl.where(b < FP32_INF_BITS, b, 0)
-    tl.atomic_max(amax_ptr, tl.max(tl.max(b, axis=1), axis=0), sem="relaxed")
+    y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, False, FRONT)
+    tl.atomic_max(amax_ptr, tl.max(tl.max(_finite_bits(y), axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def front_kernel(
+    x_ptr,
+    y_ptr,
+    amax_ptr,
+    signs_ptr,
+    matrix_ptr,
+    M,
+    K,
+    x_stride,
+    factor_ptr,
+    factor_stride,
+    factor_rows,
+    shift_ptr,
+    shift_stride,
+    shift_rows,
+    WRITE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
+):
+    """Front end and rotation of whole rows: written, or their largest finite magnitude."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    factor = (factor_ptr, factor_stride, factor_rows)
+    shift = (shift_ptr, shift_stride, shift_rows)
+    rows = open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS, WIDTH, TILES, FRONT)
+    amax = tl.zeros((ROWS,), tl.int32)
+    for k in range(0, K, WIDTH):
+        valid = (row < M)[:, None] & (k + column < K)[None, :]
+        y = load_rotated(x_ptr, rows, k, valid, signs_ptr, matrix_ptr, ROWS, WIDTH, ROTATION, False, FRONT)
+        if WRITE:
+            tl.store(y_ptr + (row * K)[:, None] + (k + column)[None, :], y, mask=valid)
+        else:
+            amax = tl.maximum(amax, tl.max(_finite_bits(y), axis=1))
+    if not WRITE:
+        tl.atomic_max(amax_ptr, tl.max(tl.where(row < M, amax, 0), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -95,9 +129,8 @@ def rotate_by_any_matrix_kernel(
 
 def unit_config(rotation: Rotation) -> dict[str, Any]:
     """Compile-time arguments of :func:`rotate_kernel` and :func:`amax_kernel`."""
-    if rotation.kind == "matrix":
-        return {"ROWS": max(16, MATRIX_TILE // rotation.group), "UNIT": rotation.group, **constants(rotation)}
-    return {"ROWS": TILE // rotation.group, "UNIT": rotation.group, **constants(rotation)}
+    rows = max(16, MATRIX_TILE // rotation.group) if rotation.kind == "matrix" else TILE // rotation.group
+    return {"ROWS": rows, "UNIT": rotation.group, "ROTATION": constants(rotation), "FRONT": front_constants(NONE)}
 
 
 def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
@@ -120,15 +153,37 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     return y
 
 
-def amax(x: Tensor, rotation: Rotation) -> Tensor:
+def front(x: Tensor, front_end: FrontEnd) -> Tensor:
+    """float32 front end of x, contiguous: the bytes of ``reference.front``, but for exp."""
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    _launch_front(as_rows(x), y, x.new_empty(1, dtype=torch.int32), Rotation("none"), front_end, True)
+    return y
+
+
+def amax(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
     """float32 scalar on x's device: largest finite magnitude of the rotated x; 0 if there is none."""
     if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
+        x, front_end = (x if front_end is NONE else front(x, front_end)), NONE
         x, rotation = rotate(x, rotation, False), Rotation("none")
-    x = x.contiguous()
     found = torch.zeros((), dtype=torch.int32, device=x.device)
+    if front_end is not NONE:
+        rows = as_rows(x)
+        _launch_front(rows, rows, found, rotation, front_end, False)
+        return found.view(torch.float32)
+    x = x.contiguous()
     signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
     config = unit_config(rotation)
     units = x.numel() // rotation.group
     with on(x.device):
         amax_kernel[(triton.cdiv(units, config["ROWS"]),)](x, found, signs, matrix, units, **config, **OPTIONS)
     return found.view(torch.float32)
+
+
+def _launch_front(x: Tensor, y: Tensor, found: Tensor, rotation: Rotation, front_end: FrontEnd, write: bool) -> None:
+    m, k = x.shape
+    config = walk_config(rotation, front_end, k)
+    signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
+    with on(x.device):
+        front_kernel[(triton.cdiv(m, config["ROWS"]),)](
+            x, y, found, signs, matrix, m, k, *row_arguments(x, front_end), WRITE=write, **config, **OPTIONS
+        )
