@@ -29,6 +29,9 @@ BUDGET = 1 << 30
 #: ``coded(name, x)``: what to gather in place of the input x of a linear, in the original basis.
 Coded = Callable[[str, Tensor], Tensor]
 
+#: ``kind(name)``: linears that read one tensor share statistics only if they are of one kind.
+Kind = Callable[[str], object]
+
 
 def token_batches(ids: Tensor, window: int, windows: int, batch: int = 1) -> list[Tensor]:
     """Windows spread evenly over a text, in batches of one size: int64 [T] -> list of [batch, window].
@@ -57,6 +60,7 @@ def capture(
     cross: bool = False,
     rows: int = 0,
     coded: Coded | None = None,
+    kind: Kind = lambda name: None,
     stepwise: bool = False,
     device: torch.device | str | None = None,
     forward: Forward = causal_lm,
@@ -64,7 +68,7 @@ def capture(
     """Statistics of the inputs of linears, some linears at a time, in the order the model calls them.
 
     The caller may replace the linears it was just given: later statistics are of the model so changed.
-    Linears that read the same tensor share one :class:`InputStatistics`. A linear that is never called
+    Linears of one kind that read the same tensor share one :class:`InputStatistics`. A linear that is never called
     has a ``count`` of 0. Where the model is a chain of blocks (see :func:`find_chain`), memory holds the
     data between two blocks and the sums of one block; other models, and linears outside of the blocks,
     are run whole, for at most :data:`BUDGET` bytes of sums at a time.
@@ -75,7 +79,8 @@ def capture(
         linears: names of modules that have ``in_features``.
         gram, cross, rows: what to gather beside counts and maxima, see :class:`InputStatistics`. ``cross``
             compares with the model as it was before; it stays None for linears outside of a chain.
-        coded: what to gather in place of an input.
+        coded: what to gather in place of an input; the same for all linears of a kind.
+        kind: tells apart linears for which ``coded`` differs.
         stepwise: give the linears that read one tensor at a time, instead of a block at a time.
         device: where each block is during its turn; left out, it stays where it is.
         forward: runs the model on a batch.
@@ -94,7 +99,7 @@ def capture(
             module.to(where)
             block = _Block(model, name, call.to(where), chain.data)
             full = _FrozenBlock(copy.deepcopy(module), name, block.call, full_data) if cross else None
-            groups = _groups(block, mine)
+            groups = _groups(block, mine, kind)
             for step in [[g] for g in groups] if stepwise else [groups] if groups else []:
                 yield gather(block, step, full)
             if name != chain.blocks[-1][0]:
@@ -104,7 +109,7 @@ def capture(
             block.module.to(home)
     if wanted:
         whole = _Whole(model, batches, forward)
-        groups = _groups(whole, wanted)
+        groups = _groups(whole, wanted, kind)
         for step in [[g] for g in groups] if stepwise else _within_budget(whole, groups):
             yield gather(whole, step, None)
 
@@ -168,16 +173,16 @@ class _FrozenBlock(_Block):
         return self.model.get_submodule(name[len(self.name) + 1 :])
 
 
-def _groups(stage: _Whole | _Block, names: Sequence[str]) -> list[list[str]]:
+def _groups(stage: _Whole | _Block, names: Sequence[str], kind: Kind) -> list[list[str]]:
     """Linears that read the same tensors together, in the order of the first batch's calls; then uncalled ones."""
     if not names:
         return []
     read: dict[str, list[Tensor]] = {}
     with _reading(stage, names, lambda name, x: read.setdefault(name, []).append(x)):
         stage.run(stage.data[0])
-    groups: dict[tuple[int, ...], list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for name, tensors in read.items():  # all tensors are alive, so that ids differ
-        groups.setdefault(tuple(map(id, tensors)), []).append(name)
+        groups.setdefault((kind(name), *map(id, tensors)), []).append(name)
     return [*groups.values(), *([name] for name in names if name not in read)]
 
 

@@ -51,10 +51,10 @@ def quantize_(
     """
     f, r = get_format(format), parse(rotation)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    linears = _linears(model)
+    linears = linears_of(model)
     check_patterns(skip, [place.name for places in linears.values() for place in places])
     # all decisions before the first change: an error leaves the model as it was
-    jobs = [(m, places, *_decide(m, places, f, r, skip, filter_fn)) for m, places in linears.items()]
+    jobs = [(m, places, *decide(m, places, f, r, skip, filter_fn)) for m, places in linears.items()]
     del linears  # so that each weight is freed when its layer is replaced
 
     report = Report()
@@ -85,7 +85,7 @@ def quantize_(
     return report
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a module hangs: ``parent.child``, in the whole model ``name``."""
 
     name: str
@@ -93,8 +93,13 @@ class _Place(NamedTuple):
     child: str
 
 
-def _linears(model: nn.Module) -> dict[nn.Linear, list[_Place]]:
-    """Each linear once, with every place that holds it."""
+def linears_of(model: nn.Module) -> dict[nn.Linear, list[Place]]:
+    """Each linear of a model once, with every place that holds it.
+
+    Raises:
+        AlreadyQuantized: the model holds a RotatedLinear.
+        LayerError: it holds no linear, or is one.
+    """
     if isinstance(model, nn.Linear):
         raise LayerError(
             layer="the model",
@@ -102,21 +107,21 @@ def _linears(model: nn.Module) -> dict[nn.Linear, list[_Place]]:
             fix="use RotatedLinear.from_linear",
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[nn.Linear, list[_Place]] = {}
+    found: dict[nn.Linear, list[Place]] = {}
     for name, module in modules.items():
         if isinstance(module, RotatedLinear):
             raise AlreadyQuantized(name=name or "the model", found=f"{module.format}, {module.rotation}")
         if isinstance(module, nn.Linear):
             parent, _, child = name.rpartition(".")
-            found.setdefault(module, []).append(_Place(name, modules[parent], child))
+            found.setdefault(module, []).append(Place(name, modules[parent], child))
     if not found:
         raise LayerError(layer=type(model).__name__, rule="it holds no nn.Linear", fix="nothing to quantize")
     return found
 
 
-def _decide(
+def decide(
     linear: nn.Linear,
-    places: Sequence[_Place],
+    places: Sequence[Place],
     format: Format,
     rotation: Rotation,
     skip: Sequence[str],

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
 from hadaquant.contract import Contract
-from hadaquant.errors import LayerError, ShapeError
+from hadaquant.errors import LayerError, MismatchError, ShapeError
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
@@ -135,23 +135,38 @@ class RotatedLinear(nn.Module):
 
     # ---- weight ---------------------------------------------------------------------------------
 
-    def set_weight(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor | QuantizedTensor) -> None:
         """Quantize a weight [N, K] in the original basis, keeping format, group and rotation.
+
+        A weight that is quantized already, with better codes than the nearest, must have them too.
 
         Raises:
             ShapeError: another shape.
+            MismatchError: quantized in another format, rotation or scale layout.
         """
         expected = (self.out_features, self.in_features)
         if tuple(weight.shape) != expected:
             raise ShapeError(what="weight", found=tuple(weight.shape), expected=expected, fix="give W as nn.Linear has")
-        weight = weight.detach()
-        if weight.dtype not in FLOAT_DTYPES:
-            weight = weight.to(torch.float32)
-        q = quantize(weight, self.format, rotation=self.rotation, backend=self.backend)
+        q = self._checked(weight) if isinstance(weight, QuantizedTensor) else self._quantized(weight.detach())
         with torch.no_grad():
             for mine, new in ((self.codes, q.codes), (self.scales, q.scales), (self.global_scale, q.global_scale)):
                 if mine is not None and new is not None:
                     mine.copy_(new)
+
+    def _quantized(self, weight: Tensor) -> QuantizedTensor:
+        if weight.dtype not in FLOAT_DTYPES:
+            weight = weight.to(torch.float32)
+        return quantize(weight, self.format, rotation=self.rotation, backend=self.backend)
+
+    def _checked(self, weight: QuantizedTensor) -> QuantizedTensor:
+        for what, found, needed in (
+            ("the weight's format", weight.format, self.format),
+            ("the weight's rotation", weight.rotation.to(self.codes.device), self.rotation),
+            ("the weight's scale_layout", weight.scale_layout, "linear"),
+        ):
+            if found != needed:
+                raise MismatchError(what=what, found=found, expected=needed)
+        return weight
 
     def quantized_weight(self) -> QuantizedTensor:
         """Codes and scales of W·R as a :class:`QuantizedTensor` on this layer's parameters."""
