@@ -4,10 +4,12 @@ y = x · Wᵀ = (x·R)(W·R)ᵀ, R a block-diagonal Hadamard or any orthonormal 
 rotated and quantized offline, activations in one kernel before a low-bit matrix product.
 """
 
+from hadaquant import front
 from hadaquant._version import __version__
 from hadaquant.checkpoint import CheckpointReport, load, quantize_checkpoint, save
 from hadaquant.errors import HadaquantError
 from hadaquant.formats import FORMATS, Format, get_format
+from hadaquant.front import FrontEnd
 from hadaquant.nn import InputGroup, Report, RotatedLinear, quantize_, share_input
 from hadaquant.ops import explain, quantize, rotate, scaled_mm
 from hadaquant.ops.options import set_backend
@@ -18,6 +20,7 @@ __all__ = [
     "FORMATS",
     "CheckpointReport",
     "Format",
+    "FrontEnd",
     "HadaquantError",
     "InputGroup",
     "QuantizedTensor",
@@ -26,6 +29,7 @@ __all__ = [
     "Rotation",
     "__version__",
     "explain",
+    "front",
     "get_format",
     "load",
     "quantize",

@@ -47,9 +47,8 @@ Kind = Literal["none", "rms_norm", "ada_norm", "silu_mul", "gelu_tanh"]
 KINDS: tuple[str, ...] = get_args(Kind)
 #: Kinds that sum over a row before they can give its first element, and have an eps.
 NORMS = ("rms_norm", "ada_norm")
-#: The tensors that a kind may have, and those that it must.
-_TAKEN = {"rms_norm": ("factor",), "ada_norm": ("factor", "shift"), "silu_mul": ("factor",)}
-_NEEDED = {"ada_norm": ("factor", "shift"), "silu_mul": ("factor",)}
+#: What a kind calls its factor. Only ``rms_norm`` can go without.
+FACTORS = {"rms_norm": "weight", "ada_norm": "scale", "silu_mul": "up"}
 
 #: Channels of a run, and the bits of a channel's index in the order in which a sum halves them. A GPU
 #: thread that holds bits 0, 1, 2, 6 and 7 of a rotation's first pass begins with what it has.
@@ -106,13 +105,16 @@ class FrontEnd:
             self._check_eps()
         elif self.eps is not None:
             raise self._refuse("only the norms have an eps", "leave eps out")
-        for name, tensor in (("factor", self.factor), ("shift", self.shift)):
-            if tensor is None and name in _NEEDED.get(self.kind, ()):
-                raise self._refuse(f"it needs its {name}", f"make it by hadaquant.front.{self.kind}(...)")
-            if tensor is not None and name not in _TAKEN.get(self.kind, ()):
-                raise self._refuse(f"it takes no {name}", f"leave {name} out")
-            if tensor is not None and not isinstance(tensor, Tensor):
-                raise self._refuse(f"its {name} is of type {type(tensor).__name__}", "give a tensor")
+        self._check_tensor(FACTORS.get(self.kind, "factor"), self.factor, self.kind in FACTORS)
+        self._check_tensor("shift", self.shift, self.kind == "ada_norm")
+
+    def _check_tensor(self, name: str, tensor: Tensor | None, taken: bool) -> None:
+        if tensor is None and taken and self.kind != "rms_norm":
+            raise self._refuse(f"it needs its {name}", f"make it by hadaquant.front.{self.kind}(...)")
+        if tensor is not None and not taken:
+            raise self._refuse(f"it takes no {name}", f"leave {name} out")
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise self._refuse(f"its {name} is of type {type(tensor).__name__}", "give a tensor")
 
     def _check_eps(self) -> None:
         tiny = torch.finfo(torch.float32).smallest_normal
@@ -129,6 +131,11 @@ class FrontEnd:
 
     def __str__(self) -> str:
         return self.spec
+
+    @property
+    def named_tensors(self) -> tuple[tuple[str, Tensor | None], ...]:
+        """Factor and shift, each with the name its kind gives it."""
+        return (FACTORS.get(self.kind, "factor"), self.factor), ("shift", self.shift)
 
     @property
     def sums(self) -> bool:
@@ -149,6 +156,23 @@ class FrontEnd:
 NONE = FrontEnd("none")
 
 
+def given(front_end: FrontEnd | None) -> FrontEnd:
+    """A caller's front end, or the one that does nothing.
+
+    Raises:
+        FrontEndError: it is something else.
+    """
+    if front_end is None:
+        return NONE
+    if not isinstance(front_end, FrontEnd):
+        raise FrontEndError(
+            value=repr(front_end) if isinstance(front_end, str) else f"of type {type(front_end).__name__}",
+            rule="it is made by a function of hadaquant.front",
+            fix="for example hadaquant.front.rms_norm(weight, eps)",
+        )
+    return front_end
+
+
 def rms_norm(weight: Tensor | None = None, eps: float = 1e-6) -> FrontEnd:
     """x / sqrt(mean(x²) + eps) · weight, weight [K] of any float dtype, or none.
 
@@ -157,7 +181,7 @@ def rms_norm(weight: Tensor | None = None, eps: float = 1e-6) -> FrontEnd:
     Raises:
         FrontEndError: eps is not a positive number.
     """
-    return FrontEnd("rms_norm", eps, weight)
+    return FrontEnd("rms_norm", float(eps), weight)
 
 
 def ada_norm(scale: Tensor, shift: Tensor, eps: float = 1e-6) -> FrontEnd:
@@ -168,7 +192,7 @@ def ada_norm(scale: Tensor, shift: Tensor, eps: float = 1e-6) -> FrontEnd:
     Raises:
         FrontEndError: eps is not a positive number.
     """
-    return FrontEnd("ada_norm", eps, scale, shift)
+    return FrontEnd("ada_norm", float(eps), scale, shift)
 
 
 def silu_mul(up: Tensor) -> FrontEnd:

@@ -12,16 +12,10 @@ from hadaquant.rotation import Rotation, norm, stages
 
 
 def constants(rotation: Rotation) -> tuple[object, ...]:
-    """Compile-time description of a rotation: kind, group, strides of its stages, norm, whether it has signs."""
+    """Compile-time description of a rotation: kind, group, radix and stride of each stage, norm, whether signs."""
     hadamard = rotation.kind in ("sylvester", "regular")
     steps = stages(rotation.group) if hadamard else ()
-    return (
-        rotation.kind,
-        rotation.group,
-        tuple(stride for _, stride in steps),
-        norm(rotation.group) if hadamard else 1.0,
-        rotation.signs is not None,
-    )
+    return rotation.kind, rotation.group, steps, norm(rotation.group) if hadamard else 1.0, rotation.signs is not None
 
 
 @triton.jit
@@ -42,8 +36,8 @@ def _radix4(v, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, STRI
 
 
 @triton.jit
-def _radix2(v, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    y = tl.permute(tl.reshape(v, (ROWS, 2, GROUP // 2)), (0, 2, 1))
+def _radix2(v, ROWS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr):
+    y = tl.permute(tl.reshape(v, (ROWS * (GROUP // (2 * STRIDE)), 2, STRIDE)), (0, 2, 1))
     a, b = tl.split(y)
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, GROUP))
 
@@ -53,15 +47,15 @@ def rotate_registers(v, signs_ptr, ROWS: tl.constexpr, ROTATION: tl.constexpr, I
     """float32 [ROWS, GROUP] -> the same, each row times R, or Rᵀ if INVERSE."""
     KIND: tl.constexpr = ROTATION[0]
     GROUP: tl.constexpr = ROTATION[1]
-    STRIDES: tl.constexpr = ROTATION[2]
+    STAGES: tl.constexpr = ROTATION[2]
     SIGNED: tl.constexpr = ROTATION[4]
     if SIGNED and not INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
-    for i in tl.static_range(len(STRIDES)):
-        if 4 * STRIDES[i] <= GROUP:
-            v = _radix4(v, ROWS, KIND, GROUP, STRIDES[i])
+    for i in tl.static_range(len(STAGES)):
+        if STAGES[i][0] == 4:
+            v = _radix4(v, ROWS, KIND, GROUP, STAGES[i][1])
         else:
-            v = _radix2(v, ROWS, GROUP)
+            v = _radix2(v, ROWS, GROUP, STAGES[i][1])
     v = v * ROTATION[3]
     if SIGNED and INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]

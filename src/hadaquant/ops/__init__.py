@@ -7,8 +7,9 @@ from torch import Tensor
 
 from hadaquant.errors import DtypeError, MismatchError
 from hadaquant.formats import Format, get_format
+from hadaquant.front import FrontEnd, given
 from hadaquant.ops import library as _library  # noqa: F401 - defines torch.ops.hadaquant
-from hadaquant.ops.checks import check_global_number, check_input
+from hadaquant.ops.checks import check_front_end, check_global_number, check_input
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.plan import LinearPlan, Plan, explain
 from hadaquant.ops.target import Target
@@ -40,26 +41,28 @@ def quantize(
     format: str | Format,
     *,
     rotation: str | Rotation = "none",
+    front_end: FrontEnd | None = None,
     global_scale: float | Tensor | None = None,
     scale_layout: str = "linear",
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """Rotate x along its last dimension, choose scales, write codes.
+    """Rotate x along its last dimension, after a front end if one is given, choose scales, write codes.
 
     Args:
         x: [..., K] bfloat16, float16 or float32.
         format: ``nvfp4``, ``mxfp4``, ``mxfp4-ceil``, ``mxfp4-even``, ``int8`` or a ``Format``.
         rotation: as in :func:`rotate`.
+        front_end: what is done to x before it is rotated, in the same kernel; see :mod:`hadaquant.front`.
         global_scale: for nvfp4, the multiplier g; a number, or a float32 scalar tensor, which stays
             on its device. Left out, g = (amax / 6) / 448 of the rotated x.
         scale_layout: ``linear``, or ``tiled`` for block-scaled matrix units.
         backend: ``auto``, ``reference`` or ``triton``; an int8 product's name counts as ``auto``.
 
     Returns:
-        The same bytes on every backend.
+        The same bytes on every backend, but for near-ties behind a front end with exp.
 
     Raises:
-        UnknownChoice, RotationError, GroupError, BlockError, DtypeError, ShapeError,
+        UnknownChoice, RotationError, FrontEndError, GroupError, BlockError, DtypeError, ShapeError,
         GlobalScaleError, BackendError.
     """
     if not isinstance(x, Tensor):
@@ -69,6 +72,8 @@ def quantize(
     x = x.detach()  # codes have no gradient
     f, r = get_format(format), parse(rotation).to(x.device)
     args = (r.spec, r.signs, r.matrix)
+    fe = given(front_end)
+    front = (fe.spec, fe.factor, fe.shift)
     check_backend(backend)
     g: Tensor | None = None
     if isinstance(global_scale, Tensor):
@@ -80,8 +85,9 @@ def quantize(
         g = torch.full((), global_scale, dtype=torch.float32, device=x.device)
     elif f.has_global_scale:
         check_input(x, f, r)  # before the work of finding the maximum
-        g = torch.ops.hadaquant.global_scale(torch.ops.hadaquant.amax(x, *args, backend))
-    codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, g, scale_layout, backend)
+        check_front_end(x, fe)
+        g = torch.ops.hadaquant.global_scale(torch.ops.hadaquant.amax(x, *args, backend, *front))
+    codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, g, scale_layout, backend, *front)
     return QuantizedTensor(codes, scales, g, f, r, scale_layout)
 
 

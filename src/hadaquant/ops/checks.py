@@ -8,6 +8,7 @@ from torch import Tensor
 from hadaquant.errors import AccumulatorError, DtypeError, GlobalScaleError, ShapeError
 from hadaquant.formats import Format
 from hadaquant.formats.elements import INT8_MAX
+from hadaquant.front import FrontEnd
 from hadaquant.rotation import Rotation
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,6 +38,43 @@ def check_input(x: Tensor, format: Format | None, rotation: Rotation) -> None:
                 found=tuple(tensor.shape),
                 expected=f"the same device as x, {x.device}",
                 fix="use rotation.to(device)",
+            )
+
+
+def check_front_end(x: Tensor, front_end: FrontEnd) -> None:
+    """Refuse a front end whose tensors do not fit x [..., K].
+
+    Raises:
+        DtypeError, ShapeError.
+    """
+    k = x.shape[-1]
+    for name, tensor in front_end.named_tensors:
+        if tensor is None:
+            continue
+        what = f"{name} of front end {front_end.kind!r}"
+        dtypes = (x.dtype,) if front_end.kind == "silu_mul" else FLOAT_DTYPES
+        if tensor.dtype not in dtypes:
+            raise DtypeError(
+                what=what,
+                found=tensor.dtype,
+                expected=f"one of {', '.join(str(d) for d in dtypes)}",
+                fix="convert it with .to(...)",
+            )
+        shapes: list[tuple[int, ...]] = [(k,)]
+        if front_end.kind == "silu_mul":
+            shapes = [tuple(x.shape)]
+        elif front_end.kind == "ada_norm" and x.dim() > 1:
+            shapes.append((x.shape[0], k))
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(str(shape) for shape in shapes)
+            fix = f"x has shape {tuple(x.shape)}; see hadaquant.front.{front_end.kind}"
+            raise ShapeError(what=what, found=tuple(tensor.shape), expected=expected, fix=fix)
+        if tensor.device != x.device:
+            raise ShapeError(
+                what=f"{what} on device {tensor.device}",
+                found=tuple(tensor.shape),
+                expected=f"the same device as x, {x.device}",
+                fix="move it there",
             )
 
 

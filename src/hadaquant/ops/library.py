@@ -9,7 +9,7 @@
 | dequantize | codes, scales | float32 [..., K], original basis |
 | scaled_mm | two quantized matrices | [..., N] |
 
-An op's name holds no format. A rotation travels as its spec and its tensors.
+An op's name holds no format. A rotation travels as its spec and its tensors, and so does a front end.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadaquant import reference
+from hadaquant import front, reference
 from hadaquant.formats import Format, get_format
 from hadaquant.formats.scales import global_scale_of
+from hadaquant.front import FrontEnd
 from hadaquant.ops import checks
 from hadaquant.ops.candidates import OTHERS_PRODUCTS
 from hadaquant.ops.plan import Plan, plan_quantize, plan_rotate, plan_scaled_mm, tell
@@ -31,6 +32,7 @@ from hadaquant.ops.target import target_of
 from hadaquant.rotation import NONE, Rotation, trusted
 
 _ROTATION = "str rotation, Tensor? signs, Tensor? matrix"
+_FRONT = 'str front_end="none", Tensor? factor=None, Tensor? shift=None'
 _library = torch.library.Library("hadaquant", "DEF")
 
 
@@ -111,20 +113,31 @@ torch.library.register_autograd(
 # ---- amax ---------------------------------------------------------------------------------------
 
 
-@_op(f"amax(Tensor x, {_ROTATION}, str backend) -> Tensor")
-def _amax(x: Tensor, rotation: str, signs: Tensor | None, matrix: Tensor | None, backend: str) -> Tensor:
-    r = trusted(rotation, signs, matrix)
+@_op(f"amax(Tensor x, {_ROTATION}, str backend, {_FRONT}) -> Tensor")
+def _amax(
+    x: Tensor,
+    rotation: str,
+    signs: Tensor | None,
+    matrix: Tensor | None,
+    backend: str,
+    front_end: str = "none",
+    factor: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    r, fe = trusted(rotation, signs, matrix), front.trusted(front_end, factor, shift)
     checks.check_input(x, None, r)
+    checks.check_front_end(x, fe)
     if _rotate_plan(x, r, backend).kernel == "reference" or x.numel() == 0:
-        return reference.amax(x, r)
+        return reference.amax(x, r, fe)
     from hadaquant.kernels.rotate import amax
 
-    return amax(x, r)
+    return amax(x, r, fe)
 
 
 @_fake("amax")
-def _(x, rotation, signs, matrix, backend):
+def _(x, rotation, signs, matrix, backend, front_end="none", factor=None, shift=None):
     checks.check_input(x, None, trusted(rotation, signs, matrix))
+    checks.check_front_end(x, front.trusted(front_end, factor, shift))
     return x.new_empty((), dtype=torch.float32)
 
 
@@ -145,16 +158,19 @@ def _(amax):
 # ---- quantize -----------------------------------------------------------------------------------
 
 
-def _checked(x: Tensor, format: str, rotation: Rotation, global_scale: Tensor | None, scale_layout: str) -> Format:
+def _checked(
+    x: Tensor, format: str, rotation: Rotation, global_scale: Tensor | None, scale_layout: str, front_end: FrontEnd
+) -> Format:
     f = get_format(format)
     checks.check_input(x, f, rotation)
+    checks.check_front_end(x, front_end)
     checks.check_global_scale(f, global_scale)
     f.check_layout(scale_layout)
     return f
 
 
 @_op(
-    f"quantize(Tensor x, str format, {_ROTATION}, Tensor? global_scale, str scale_layout, str backend)"
+    f"quantize(Tensor x, str format, {_ROTATION}, Tensor? global_scale, str scale_layout, str backend, {_FRONT})"
     " -> (Tensor codes, Tensor scales)"
 )
 def _quantize(
@@ -166,23 +182,31 @@ def _quantize(
     global_scale: Tensor | None,
     scale_layout: str,
     backend: str,
+    front_end: str = "none",
+    factor: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r = trusted(rotation, signs, matrix)
-    f = _checked(x, format, r, global_scale, scale_layout)
-    plan = tell(plan_quantize(f, r, target_of(x.device), backend, dtype=x.dtype, k=x.shape[-1]))
+    r, fe = trusted(rotation, signs, matrix), front.trusted(front_end, factor, shift)
+    f = _checked(x, format, r, global_scale, scale_layout, fe)
+    plan = tell(plan_quantize(f, r, target_of(x.device), backend, dtype=x.dtype, k=x.shape[-1], front_end=fe.kind))
     if plan.kernel == "reference" or x.numel() == 0:
-        return reference.quantize(x, f, r, global_scale, scale_layout)
+        return reference.quantize(x, f, r, global_scale, scale_layout, fe)
     from hadaquant.kernels.quantize import quantize
-    from hadaquant.kernels.rotate import rotate
 
     if plan.kernel.startswith("rotate+"):
-        x, r = rotate(x, r, False), NONE
-    return quantize(x, f, r, global_scale, scale_layout, kernel=plan.kernel)
+        from hadaquant.kernels import rotate
+
+        x = rotate.front(x, fe) if fe.kind != "none" else x
+        x, r, fe = rotate.rotate(x, r, False), NONE, front.NONE
+    return quantize(x, f, r, global_scale, scale_layout, fe, kernel=plan.kernel)
 
 
 @_fake("quantize")
-def _(x, format, rotation, signs, matrix, global_scale, scale_layout, backend):
-    f = _checked(x, format, trusted(rotation, signs, matrix), global_scale, scale_layout)
+def _(
+    x, format, rotation, signs, matrix, global_scale, scale_layout, backend, front_end="none", factor=None, shift=None
+):
+    fe = front.trusted(front_end, factor, shift)
+    f = _checked(x, format, trusted(rotation, signs, matrix), global_scale, scale_layout, fe)
     shape = tuple(x.shape)
     codes = x.new_empty(f.codes_shape(shape), dtype=f.element.codes_dtype)
     return codes, x.new_empty(f.scales_shape(shape, scale_layout), dtype=f.scale.dtype)

@@ -129,8 +129,12 @@ def _choose(op: str, format: str, target: Target, backend: str, candidates: list
 WIDEST_ROW = 32768
 
 
-def _rows_in_registers(rotation: Rotation, target: Target, dtype: torch.dtype, k: int) -> str | None:
+def _rows_in_registers(
+    rotation: Rotation, target: Target, dtype: torch.dtype, k: int, front_end: str = "none"
+) -> str | None:
     """What speaks against holding whole rows in registers."""
+    if front_end != "none":
+        return f"it has no front end, which {front_end!r} is"
     groups = (16, 64, 256, 1024) if rotation.kind == "regular" else (16, 32, 64, 128, 256, 512, 1024)
     if target.vendor != "nvidia":
         return "its layouts are made for 32 lanes and NVIDIA's asynchronous copies"
@@ -159,18 +163,27 @@ def plan_quantize(
     *,
     dtype: torch.dtype = torch.bfloat16,
     k: int = 4096,
+    front_end: str = "none",
 ) -> Plan:
-    """The plan of rotate -> scale -> encode -> pack for rows of K elements of a dtype."""
+    """The plan of front -> rotate -> scale -> encode -> pack for rows of K elements of a dtype.
+
+    ``front_end``: its kind.
+    """
     backend = without_products(backend)
     one = "one pass: rotate, scale, encode and pack in registers"
     kernel = "quantize_rows" if format.block is None else "quantize_blocks"
     if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
         why = f"a matrix of side {rotation.group} is not one of {FUSED_MATRIX_GROUPS}: rotated by its own kernel first"
         return _choose("quantize", format.name, target, backend, [Candidate(kernel=f"rotate+{kernel}", why=why)])
+    if format.block is not None and front_end != "none":
+        kernel, one = (
+            "quantize_walk",
+            f"one walk over the rows: {front_end}, rotate, scale, encode and pack in registers",
+        )
     candidates = [Candidate(kernel=kernel, why=one)]
     if format.block is None:
         why = "whole rows in registers, the next one on its way, one exchange through shared memory"
-        refusal = _rows_in_registers(rotation, target, dtype, k)
+        refusal = _rows_in_registers(rotation, target, dtype, k, front_end)
         candidates.insert(0, Candidate(kernel="quantize_rows_gluon", why=why, refusal=refusal))
     return _choose("quantize", format.name, target, backend, candidates)
 
