@@ -21,9 +21,9 @@ def quantized(monkeypatch):
     seen: list[torch.Tensor] = []
     original = hq.RotatedLinear._quantize_input
 
-    def counting(self, x):
+    def counting(self, x, front_end):
         seen.append(x)
-        return original(self, x)
+        return original(self, x, front_end)
 
     monkeypatch.setattr(hq.RotatedLinear, "_quantize_input", counting)
     return seen
@@ -162,8 +162,8 @@ def codes(monkeypatch):
     alive: list[weakref.ref] = []
     original = hq.RotatedLinear._quantize_input
 
-    def watching(self, x):
-        result = original(self, x)
+    def watching(self, x, front_end):
+        result = original(self, x, front_end)
         alive.append(weakref.ref(result[0]))
         return result
 

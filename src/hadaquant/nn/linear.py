@@ -11,8 +11,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
 from hadaquant.contract import Contract
-from hadaquant.errors import LayerError, MismatchError, ShapeError
+from hadaquant.errors import FrontEndError, LayerError, MismatchError, ShapeError
 from hadaquant.formats import Format, get_format
+from hadaquant.front import FrontEnd, given
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
 from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
@@ -201,29 +202,40 @@ class RotatedLinear(nn.Module):
 
     # ---- forward --------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, front_end: FrontEnd | None = None) -> Tensor:
         """[..., K] -> [..., N] in x's dtype, or autocast's.
 
         Gradients reach x and a trained bias as if the layer were x · Ŵᵀ + bias, Ŵ the dequantized weight.
+        With a front end the layer is that of its result; there only the bias has a gradient.
 
         Raises:
             ShapeError, DtypeError: x is not [..., K] of bfloat16, float16 or float32.
+            FrontEndError: a front end where x or its tensors need a gradient.
         """
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(
                 what="x", found=tuple(x.shape), expected=f"[..., {self.in_features}]", fix="as nn.Linear needs it"
             )
-        if x.dtype in FLOAT_DTYPES and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            return _StraightThrough.apply(x, self.bias, self)
-        return self._product(x)
+        dtype, fe = x.dtype, given(front_end)
+        if dtype in FLOAT_DTYPES and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x if front_end is not None else x.to(dtype)  # a front end works in float32 on what it is given
+        if torch.is_grad_enabled():
+            if front_end is not None and (x.requires_grad or fe.has_gradient):
+                raise FrontEndError(
+                    value=repr(fe.kind),
+                    rule="it has no gradient, and its input or one of its tensors needs one",
+                    fix="call it under torch.no_grad(), or apply the op before the layer",
+                )
+            if x.requires_grad or (self.bias is not None and self.bias.requires_grad):
+                return _StraightThrough.apply(x, self.bias, self, fe, dtype)
+        return self._product(x, fe, dtype)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor, front_end: FrontEnd, dtype: torch.dtype) -> Tensor:
         if self.input_group is None or torch.compiler.is_compiling():
-            codes, scales, g = self._quantize_input(x)
+            codes, scales, g = self._quantize_input(x, front_end)
         else:
-            codes, scales, g = self.input_group.quantize(self.input_member, x, self._quantize_input)
+            codes, scales, g = self.input_group.quantize(self.input_member, x, front_end, self._quantize_input)
         return torch.ops.hadaquant.scaled_mm(
             codes,
             scales,
@@ -233,17 +245,18 @@ class RotatedLinear(nn.Module):
             self.global_scale,
             self.bias,
             self.format.name,
-            x.dtype,
+            dtype,
             self.backend,
         )
 
-    def _quantize_input(self, x: Tensor) -> Quantized:
+    def _quantize_input(self, x: Tensor, front_end: FrontEnd) -> Quantized:
         ops = torch.ops.hadaquant
         rotation = (self.rotation_spec, self.signs, self.matrix)
+        front = (front_end.spec, front_end.factor, front_end.shift)
         g = self.input_global_scale
         if g is None and self.format.has_global_scale:
-            g = ops.global_scale(ops.amax(x, *rotation, self.backend))
-        codes, scales = ops.quantize(x, self.format.name, *rotation, g, "linear", self.backend)
+            g = ops.global_scale(ops.amax(x, *rotation, self.backend, *front))
+        codes, scales = ops.quantize(x, self.format.name, *rotation, g, "linear", self.backend, *front)
         return codes, scales, g
 
     def explain(self, M: int = 1) -> LinearPlan:
@@ -312,16 +325,18 @@ class _StraightThrough(torch.autograd.Function):
     """Gradients of x · Ŵᵀ + bias, Ŵ the dequantized weight: the rounding of x counts as the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: RotatedLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: RotatedLinear, front_end: FrontEnd, dtype: torch.dtype
+    ) -> Tensor:
         ctx.layer, ctx.dtypes = layer, (x.dtype, None if bias is None else bias.dtype)
-        return layer._product(x)
+        return layer._product(x, front_end, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradient = gradients[0].to(torch.float32)
         x = (gradient @ ctx.layer.dequantized_weight()).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         bias = gradient.flatten(0, -2).sum(0).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-        return x, bias, None
+        return x, bias, None, None, None
 
 
 class _LazyWeight(Tensor):

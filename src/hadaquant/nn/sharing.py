@@ -1,11 +1,13 @@
 """Quantize once what several linears read: q, k and v, or gate and up.
 
-A declared group reuses a quantized input only for the very same tensor object, unmodified, in the
-same thread, and keeps it no longer than its last member's turn or the tensor's life.
+A declared group reuses a quantized input only for the very same tensor objects, unmodified, in the
+same thread, and keeps it no longer than its last member's turn or the tensors' life. The tensors are the
+input and those of its front end.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hadaquant.errors import LayerError
+from hadaquant.front import FrontEnd
 
 if TYPE_CHECKING:
     from hadaquant.nn.linear import RotatedLinear
@@ -28,9 +31,10 @@ class _Slot:
         self.clear()
 
     def clear(self, _: object = None) -> None:
-        """Forget it all; also called when the input dies, in whichever thread that happens."""
-        self.source: weakref.ref[Tensor] | None = None
-        self.version: int | None = None
+        """Forget it all; also called when one of the tensors dies, in whichever thread that happens."""
+        self.front_end: str | None = None
+        self.sources: tuple[weakref.ref[Tensor] | None, ...] = ()
+        self.versions: tuple[int | None, ...] = ()
         self.quantized: Quantized | None = None
         self.served: frozenset[int] = frozenset()
 
@@ -54,16 +58,22 @@ class InputGroup:
             self._threads.slot = _Slot()
         return self._threads.slot
 
-    def quantize(self, member: int, x: Tensor, compute: Callable[[Tensor], Quantized]) -> Quantized:
+    def quantize(
+        self, member: int, x: Tensor, front_end: FrontEnd, compute: Callable[[Tensor, FrontEnd], Quantized]
+    ) -> Quantized:
         """The group's quantized x: computed by the first member that asks, reused by the others."""
         slot = self._slot
-        version = None if x.is_inference() else x._version
-        source = slot.source() if slot.source is not None else None
+        tensors = (x, front_end.factor, front_end.shift)
+        versions = tuple(None if t is None or t.is_inference() else t._version for t in tensors)
+        sources = tuple(None if source is None else source() for source in slot.sources)
+        # once cleared, there are no sources, and no spec is the same
+        same = slot.front_end == front_end.spec and all(map(operator.is_, sources, tensors))
         quantized = slot.quantized
-        if source is not x or version != slot.version or quantized is None or member in slot.served:
+        if not same or versions != slot.versions or quantized is None or member in slot.served:
             slot.clear()
-            slot.quantized = quantized = compute(x)
-            slot.source, slot.version = weakref.ref(x, slot.clear), version
+            slot.quantized = quantized = compute(x, front_end)
+            slot.front_end, slot.versions = front_end.spec, versions
+            slot.sources = tuple(None if t is None else weakref.ref(t, slot.clear) for t in tensors)
         slot.served |= {member}
         if len(slot.served) == self.size:
             slot.clear()
