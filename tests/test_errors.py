@@ -63,6 +63,10 @@ EXAMPLES = {
         {"path": "a.json", "rule": "not JSON", "fix": "write it again"},
         ("a.json", "not JSON", "write it again"),
     ),
+    "PlanError": (
+        {"plan": "plan.json", "rule": "is for another model", "fix": "study this one"},
+        ("plan.json", "is for another model", "study this one"),
+    ),
     "MissingExtra": (
         {"what": "a plot", "package": "matplotlib", "extra": "report"},
         ("a plot", "'matplotlib', which is not installed", "pip install 'hadaquant[report]'"),

@@ -123,6 +123,12 @@ class CheckpointError(HadaquantError):
     template = "{path}: {rule}; {fix}"
 
 
+class PlanError(HadaquantError):
+    """A plan that cannot be made, read or obeyed."""
+
+    template = "{plan}: {rule}; {fix}"
+
+
 class MissingExtra(HadaquantError, ImportError):
     """An optional dependency is not installed."""
 

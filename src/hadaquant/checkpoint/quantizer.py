@@ -17,11 +17,12 @@ from hadaquant.checkpoint.atomic import check_new, new_output
 from hadaquant.checkpoint.files import SafetensorsFile, SafetensorsWriter, StoredTensor, TensorSpec
 from hadaquant.checkpoint.layouts import Layout, get_layout
 from hadaquant.checkpoint.linears import find_linears
+from hadaquant.checkpoint.model_plan import Choice, ModelPlan
 from hadaquant.checkpoint.record import METADATA_KEY, Record
 from hadaquant.checkpoint.source import INDEX_SUFFIX, STEM, SUFFIX, Checkpoint, write_json
 from hadaquant.checkpoint.stream import WeightJob
 from hadaquant.checkpoint.unquantized import check_unquantized
-from hadaquant.errors import CheckpointError, UnknownChoice
+from hadaquant.errors import CheckpointError, PlanError, UnknownChoice
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.convert import fit
 from hadaquant.nn.report import LayerReport, Report
@@ -59,9 +60,10 @@ def _number(error: float | None) -> float | None:
 def quantize_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    format: str | Format,
+    format: str | Format | None = None,
     rotation: str | Rotation = "none",
     *,
+    plan: ModelPlan | None = None,
     skip: Sequence[str] = DEFAULT_SKIP,
     layout: str = "native",
     device: torch.device | str = "cpu",
@@ -75,6 +77,7 @@ def quantize_checkpoint(
             as many weight files as the source, its config and its other small files.
         format, rotation: as in :func:`hadaquant.quantize`. A layer whose K the group does not divide
             gets the largest legal group that does, or stays as it is.
+        plan: what each layer gets, in place of ``format``, ``rotation`` and ``skip``.
         skip: patterns of layers to keep, as in :func:`hadaquant.quantize_`.
         layout: ``native`` or ``comfy``.
         device: where the arithmetic runs; the bytes are the same.
@@ -84,15 +87,19 @@ def quantize_checkpoint(
         CheckpointError: a source that cannot be read, an output that cannot be written.
         AlreadyQuantized: the source is quantized.
         PatternError: a skip pattern matches no linear.
+        PlanError: the plan is for another model, or a format is given beside it, or neither is.
         UnknownChoice, RotationError: no such format, layout, rotation or device.
     """
-    f, r, lay, where = get_format(format), parse(rotation), get_layout(layout), _device(device)
-    lay.check(f, r)
+    given, lay, where = _given(format, rotation, plan), get_layout(layout), _device(device)
+    for choice in set(given.layers.values()) if isinstance(given, ModelPlan) else (given,):
+        lay.check(*choice)
     checkpoint, out = Checkpoint.open(source), Path(out)
     check_new(out)
     check_unquantized(checkpoint)
     report = CheckpointReport(file_bytes_before=checkpoint.nbytes)
-    jobs, report.linears = _choose(checkpoint, f, r, skip, report)
+    if isinstance(given, ModelPlan):
+        given.check_model(checkpoint)
+    jobs, report.linears = _choose(checkpoint, given, skip, report)
     if not jobs:
         reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in report.kept[:8])
         raise CheckpointError(path=source, rule=f"holds no linear to quantize ({reasons})", fix="see the reasons")
@@ -102,9 +109,7 @@ def quantize_checkpoint(
         layers={job.layer: job.contract for job in jobs.values()},
         kept={layer.name: layer.reason for layer in report.kept},
         source=os.fspath(source),
-        format=f.name,
-        rotation=str(r),
-        skip=tuple(skip),
+        **({} if isinstance(given, ModelPlan) else _asked(given, skip)),
     )
     report.record = record.to_dict()
     with new_output(out) as temporary:
@@ -131,31 +136,60 @@ def _device(device: torch.device | str) -> torch.device:
         raise UnknownChoice(what="device", value=str(device), choices=choices) from error
 
 
+def _given(format: str | Format | None, rotation: str | Rotation, plan: ModelPlan | None) -> Choice | ModelPlan:
+    """One choice for all layers, or the plan."""
+    if format is not None and plan is None:
+        return Choice(get_format(format), parse(rotation))
+    if format is None and plan is not None:
+        return plan
+    rule = "a format is given beside it" if plan else "neither a format nor a plan is given"
+    raise PlanError(plan=f"the plan for {plan.model}" if plan else "no plan", rule=rule, fix="give one of the two")
+
+
+def _asked(choice: Choice, skip: Sequence[str]) -> dict[str, Any]:
+    return {"format": choice.format.name, "rotation": str(choice.rotation), "skip": tuple(skip)}
+
+
 def _choose(
-    checkpoint: Checkpoint, f: Format, r: Rotation, skip: Sequence[str], report: Report
+    checkpoint: Checkpoint, given: Choice | ModelPlan, skip: Sequence[str], report: Report
 ) -> tuple[dict[str, WeightJob], str]:
     """A job for each weight to quantize, by its tensor's name; the others go into the report."""
     why_not, how = find_linears(checkpoint)
-    check_patterns(skip, [name.removesuffix(".weight") for name, reason in why_not.items() if reason is None])
+    if isinstance(given, Choice):
+        check_patterns(skip, [name.removesuffix(".weight") for name, reason in why_not.items() if reason is None])
     jobs: dict[str, WeightJob] = {}
     for name, weight in checkpoint.tensors.items():
         layer, reason = name.removesuffix(".weight"), why_not[name]
         if reason is None:
-            pattern, (fitted, note) = skipped_by(layer, skip), fit(f, r, weight.shape[1])
-            if pattern is not None:
-                reason = f"matches skip pattern {pattern!r}"
-            elif 0 in weight.shape:
-                reason = "it has no elements"
-            elif fitted is None:
-                reason = note
-            else:
-                jobs[name] = WeightJob(layer=layer, weight=weight, format=f, rotation=fitted, note=note)
+            choice, note = _choice_for(layer, weight, given, skip)
+            if choice is not None:
+                jobs[name] = WeightJob(layer=layer, weight=weight, **choice._asdict(), note=note)
                 continue
+            reason = note
+        elif isinstance(given, ModelPlan) and layer in given.layers:
+            raise PlanError(
+                plan=f"the plan for {given.model}", rule=f"{layer!r}: {reason}", fix="study the model again"
+            )
         if name != layer or len(weight.shape) > 1:  # other vectors are parts of a layer, not layers
             size = weight.nbytes
             kept = LayerReport(name=layer, shape=weight.shape, reason=reason, bytes_before=size, bytes_after=size)
             report.layers.append(kept)
     return jobs, how
+
+
+def _choice_for(
+    layer: str, weight: StoredTensor, given: Choice | ModelPlan, skip: Sequence[str]
+) -> tuple[Choice | None, str]:
+    """What a linear gets and a note about it, or None and why it is kept."""
+    if isinstance(given, ModelPlan):
+        return given.layers.get(layer), given.kept.get(layer, "" if layer in given.layers else "not in the plan")
+    pattern = skipped_by(layer, skip)
+    if pattern is not None:
+        return None, f"matches skip pattern {pattern!r}"
+    if 0 in weight.shape:
+        return None, "it has no elements"
+    fitted, note = fit(*given, weight.shape[1])
+    return (None if fitted is None else Choice(given.format, fitted)), note
 
 
 _Part = tuple[Path, dict[str, StoredTensor], dict[str, str]]

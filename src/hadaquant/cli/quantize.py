@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hadaquant.checkpoint import CheckpointReport, quantize_checkpoint
 from hadaquant.checkpoint.contents import number_free
+from hadaquant.checkpoint.model_plan import ModelPlan
 from hadaquant.cli.output import console, size
 from hadaquant.errors import CheckpointError
 from hadaquant.nn.select import DEFAULT_SKIP
@@ -24,8 +25,11 @@ from hadaquant.nn.select import DEFAULT_SKIP
 def quantize(
     source: str = typer.Argument(help="A model folder in the style of Hugging Face, or a .safetensors file."),
     out: str = typer.Argument(help="What to write; it must not exist. One file if it ends in .safetensors."),
-    format: str = typer.Option(help="int8, nvfp4, mxfp4, mxfp4-ceil or mxfp4-even."),
-    rotation: str = typer.Option(help="none, sylvester:G or regular:G, for example regular:256."),
+    format: str | None = typer.Option(None, help="int8, nvfp4, mxfp4, mxfp4-ceil or mxfp4-even."),
+    rotation: str | None = typer.Option(None, help="none, sylvester:G or regular:G, for example regular:256."),
+    plan: Path | None = typer.Option(
+        None, metavar="FILE", help="plan.json of a study of this model, in place of --format, --rotation and --skip."
+    ),
     skip: list[str] = typer.Option(
         list(DEFAULT_SKIP),
         metavar="PATTERN",
@@ -41,9 +45,13 @@ def quantize(
     Everything else is copied bit for bit. The model is never in memory whole, and OUT appears only when it is
     complete.
 
-    Example: hadaquant quantize SmolLM2-135M SmolLM2-135M-int8 --format int8 --rotation regular:256
+    Example: hadaquant quantize SmolLM2-135M SmolLM2-135M-int8 --format int8 --rotation regular:256, or --plan plan.json
     """
     errors = console(stderr=True)
+    if plan is None and (format is None or rotation is None):
+        raise typer.BadParameter("give --format and --rotation, or --plan")
+    if plan is not None and rotation is not None:
+        raise typer.BadParameter("--plan says the rotations; leave --rotation out")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise CheckpointError(path=json_file, rule="its parent folder does not exist", fix="create it first")
     with (
@@ -64,7 +72,15 @@ def quantize(
             bar.update(task, description=number_free(name), completed=done, total=total)
 
         report = quantize_checkpoint(
-            source, out, format, rotation, skip=skip, layout=layout, device=device, progress=progress
+            source,
+            out,
+            format,
+            rotation or "none",
+            plan=None if plan is None else ModelPlan.read(plan),
+            skip=skip,
+            layout=layout,
+            device=device,
+            progress=progress,
         )
     show(report, console())
     if json_file is not None:
