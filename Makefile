@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.8.0
 
-.PHONY: setup check test demo docs clean
+.PHONY: setup check test demo bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,10 @@ test: setup
 
 demo: setup
 	$(PY) examples/demo.py
+
+# On a GPU: times every op beside torch, a copy and plain Triton, and appends to benchmarks/results/speed.jsonl.
+bench: setup
+	$(PY) -m hadaquant bench
 
 clean:
 	rm -rf $(VENV) build dist demo src/*.egg-info

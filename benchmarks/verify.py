@@ -1,6 +1,6 @@
 """On a GPU: the kernels' bytes against the CPU reference's, on large inputs, and what Triton's own cast does.
 
-    python benchmarks/verify.py [--out FOLDER]
+    python benchmarks/verify.py [--out FILE]
 
 Appends to results/verify.jsonl and exits with 1 if a byte differs.
 """
@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from record import RESULTS, append
 
 import hadaquant as hq
+from hadaquant.bench.record import append
 
+OUT = Path(__file__).parent / "results" / "verify.jsonl"
 ROTATIONS = ("none", "sylvester:16", "sylvester:64", "sylvester:1024", "regular:64", "regular:256", "sylvester:4096")
 #: fp32 -> E4M3 that an emulated cast loses: the carry into the exponent, double rounding, overflow, NaN.
 CAST_INPUTS = (126.2386, 31.6051, 7.9839, 1.0625, 464.0, 1000.0, float("nan"), 400.199585, 272.156555, 136.002075)
@@ -70,7 +71,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, object]] = []
@@ -94,9 +95,9 @@ def main() -> int:
             "ours": [str(v) for v in our_cast(CAST_INPUTS)],
         }
     )
-    path = append("verify", rows, out)
+    append(out, rows)
     wrong = [r for r in bytes_rows if r["differing_bytes"]]
-    print(f"{len(bytes_rows)} comparisons, {len(wrong)} with differing bytes; cast {rows[-1]['cast']}; {path}")
+    print(f"{len(bytes_rows)} comparisons, {len(wrong)} with differing bytes; cast {rows[-1]['cast']}; {out}")
     for row in wrong[:20]:
         print(row)
     return 1 if wrong else 0

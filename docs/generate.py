@@ -2,43 +2,47 @@
 
 python docs/generate.py [--check]
 
-docs/formats.md comes from the formats' and the rotation's own files, docs/speed.md and README.md's table of
-speed from benchmarks/results/speed.jsonl. With --check nothing is written; the exit status is 1 if a page is old.
+docs/formats.md comes from the formats' and the rotation's own files, docs/speed.md, its pictures and README.md's
+table of speed from benchmarks/results/speed.jsonl. With --check nothing is written; the exit status is 1 if a page
+is old.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
 from hadaquant import formats, rotation
+from hadaquant.bench import Case, Op, Result, latest, read
+from hadaquant.bench.plot import LABELS, draw
+from hadaquant.bench.report import size
 from hadaquant.formats import FORMATS, Format
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEED = ROOT / "benchmarks" / "results" / "speed.jsonl"
 BEGIN, END = "<!-- speed: written by make docs -->\n", "<!-- end of speed -->\n"
 
-#: What each recorded op is called, what it is compared with, and how that is called.
-OPS = {
-    "linear": ("whole linear, input rotated and quantized", "torch_bf16", "torch bfloat16"),
-    "gemm": ("product alone", "torch_bf16", "torch bfloat16"),
-    "rotate_quantize": ("rotate and quantize", "copy", "device copy of as many bytes"),
-}
 #: README.md's rows, the best and the worst among them; docs/speed.md has all.
 SHOWN = (
-    ("linear", (4608, 9216, 3072), "graph"),
-    ("linear", (4608, 3072, 12288), "graph"),
-    ("linear", (1, 4096, 4096), "graph"),
-    ("linear", (128, 4096, 4096), "graph"),
-    ("gemm", (16384, 5120, 5120), "do_bench"),
-    ("gemm", (4608, 3072, 12288), "do_bench"),
-    ("rotate_quantize", (8192, 4096), "graph"),
-    ("rotate_quantize", (16384, 5120), "graph"),
+    (Case(op="linear", shape=(4608, 9216, 3072)), "graph"),
+    (Case(op="linear", shape=(4608, 3072, 12288)), "graph"),
+    (Case(op="linear", shape=(1, 4096, 4096)), "graph"),
+    (Case(op="linear", shape=(128, 4096, 4096)), "graph"),
+    (Case(op="gemm", shape=(16384, 5120, 5120), rotation="none"), "do_bench"),
+    (Case(op="gemm", shape=(4608, 3072, 12288), rotation="none"), "do_bench"),
+    (Case(op="rotate_quantize", shape=(8192, 4096)), "graph"),
+    (Case(op="rotate_quantize", shape=(16384, 5120)), "graph"),
+    (Case(op="front_end", shape=(16384, 3072), front_end="ada_norm"), "graph"),
+    (Case(op="block_linears", shape=(12, 4608, 3072)), "graph"),
+    (Case(op="block", shape=(12, 4608, 3072)), "graph"),
+    (Case(op="rotate_quantize", shape=(16384, 4096), format="nvfp4", rotation="sylvester:16"), "graph"),
+    (Case(op="linear", shape=(1, 4096, 4096), format="nvfp4", rotation="sylvester:16"), "graph"),
+    (Case(op="linear", shape=(4096, 4096, 4096), format="nvfp4", rotation="sylvester:16"), "graph"),
 )
 
 
@@ -92,64 +96,85 @@ def docstring(module: ModuleType) -> list[str]:
     return text.strip().splitlines()
 
 
-Key = tuple[str, str, tuple[int, ...], str]
+def measured() -> list[Result]:
+    """The newest of everything that was timed."""
+    return latest(read(SPEED))
 
 
-def measured() -> tuple[dict[Key, dict[str, float]], list[str]]:
-    """Milliseconds by variant of each op, rotation, shape and timing, all of the latest run; where runs were made."""
-    runs: dict[Key, dict[str, dict[str, float]]] = {}
-    where: dict[str, str] = {}
-    for line in SPEED.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        key = (row["op"], row["rotation"], tuple(row["shape"]), row["timing"])
-        runs.setdefault(key, {}).setdefault(row["run"], {})[row["variant"]] = row["ms"]
-        where[row["run"]] = "{gpu}, torch {torch}, Triton {triton}, {date}, revision {git}".format(**row)
-    latest = {key: list(of_key.items())[-1] for key, of_key in runs.items()}
-    used = dict.fromkeys(where[run] for run, _ in latest.values())
-    return {key: times for key, (_, times) in latest.items()}, list(used)
+def where(found: Iterable[Result]) -> list[str]:
+    """The machines, versions and revisions of some results, each once."""
+    return list(dict.fromkeys(result.where for result in found))
 
 
 def speed_page() -> str:
     """docs/speed.md."""
-    found, where = measured()
-    rows = []
-    for (op, spec, shape, timing), times in found.items():
-        what, baseline, called = OPS[op]
-        plain = f"{times['plain_triton'] / times['ours']:.2f}" if "plain_triton" in times else ""
-        ratio = f"{times[baseline] / times['ours']:.2f}"
-        rows.append((what, size(shape), spec, timing, f"{times['ours'] * 1e3:.1f}", called, ratio, plain))
-    head = ("what", "shape", "rotation", "timing", "µs", "beside", "ratio", "plain kernel / ours")
-    return "\n".join([*SPEED_HEAD.strip().splitlines(), "", *(f"* {w}" for w in where), "", *table(head, rows), ""])
+    found = measured()
+    lines = [*SPEED_HEAD.strip().splitlines(), "", *(f"* {place}" for place in where(found))]
+    for name, text in PICTURES.items():
+        if (ROOT / "docs" / name).exists():
+            lines += ["", f"![{text}]({name})"]
+    for op, section in groupby(found, key=lambda result: result.op):
+        lines += ["", f"## {op.title[0].upper()}{op.title[1:]}", "", *speed_section(op, list(section))]
+    return "\n".join(lines) + "\n"
 
 
 SPEED_HEAD = """
-# Speed of INT8
+# Speed
 
-Written by `make docs` from benchmarks/results/speed.jsonl, which `python benchmarks/speed.py` appends to on a GPU.
+Written by `make docs` from benchmarks/results/speed.jsonl, to which `hadaquant bench` appends on a GPU.
 
-Shapes are M × N × K, or M × K without a product; inputs are bfloat16. A ratio is the other's time over ours in the
-same run: above 1 we are faster. `do_bench` is a call with a cold L2 cache, `graph` a call inside a CUDA graph that
-walks over several buffers. Times are medians over rounds in shuffled order. Before it was timed, each fast kernel's
-output was compared bit for bit with its plain twin's, and up to 40 rows of the linear's with the CPU's. Times of
-different runs do not compare: large products run at the power limit. NVFP4 and MXFP4 are not measured yet.
+Inputs are bfloat16. A ratio is the other's time over ours in the same race: above 1 we are faster. `do_bench` is a
+call with a cold L2 cache, `graph` a call inside a CUDA graph that walks over several buffers, so that data come from
+memory. In a race the variants take turns in shuffled order, and medians count: a hot chip slows whoever comes next, and
+large products run at the power limit. So times of different races do not compare. *Host* is what one eager
+call costs in Python and launches, in microseconds.
+
+Before anything was timed, its bits were compared with the reference's (FP4 products: at most twice the error of
+torch's own float32 product). No test times anything: a slow machine fails nothing.
 """
 
+#: Pictures of docs/speed.md, which ``hadaquant bench --plot docs`` draws.
+PICTURES = {
+    f"speed-{family}-{kind}.png": f"{family.upper()}: {text}"
+    for family in ("int8", "fp4")
+    for kind, text in (
+        ("products", "speed beside torch in bfloat16"),
+        ("rows", "rotate and quantize beside a copy"),
+        ("roofline", "products under the measured roofs"),
+    )
+}
 
-def size(shape: tuple[int, ...]) -> str:
-    """A shape as text."""
-    return " × ".join(map(str, shape))
+
+def speed_section(op: Op, found: list[Result]) -> list[str]:
+    """The table of one op: a row a case and timing, a column for each other variant."""
+    others = list(dict.fromkeys(name for result in found for name in result.ms if name not in ("ours", op.reference)))
+    rows = []
+    for result in found:
+        case = result.case
+        host = f"{result.host_us['ours']:.0f}" if "ours" in result.host_us else ""
+        ratios = (ratio(result.ratio(against=name)) for name in (op.reference, *others))
+        basis = ", ".join(word for word in (case.format, case.front_end, case.rotation) if word and word != "none")
+        rows.append((size(case.shape), basis, result.timing, f"{result.ms['ours'] * 1e3:.1f}", host, *ratios))
+    names = [LABELS.get(name, name) for name in others]
+    return table((op.axes, "format", "timing", "µs", "host", op.reference_title, *names), rows)
+
+
+def ratio(value: float | None) -> str:
+    """A ratio as text."""
+    return "" if value is None else f"{value:.2f}"
 
 
 def speed_table() -> str:
     """README.md's table of speed."""
-    found, where = measured()
+    found = {(result.case, result.timing): result for result in measured()}
+    shown = [found[key] for key in SHOWN if key in found]
     rows = []
-    for op, shape, timing in SHOWN:
-        what, baseline, called = OPS[op]
-        times = found[op, "none" if op == "gemm" else "regular:256", shape, timing]
-        rows.append((what, size(shape), timing, called, f"{times[baseline] / times['ours']:.2f}"))
-    lines = [f"{'; '.join(where)}:", "", *table(("INT8, `regular:256`", "shape", "timing", "against", "ratio"), rows)]
-    return "\n".join(lines) + "\n"
+    for result in shown:
+        case, op = result.case, result.op
+        kind = ", ".join(word for word in (case.format, case.front_end, case.rotation) if word and word != "none")
+        rows.append((op.title, kind, size(case.shape), result.timing, op.reference_title, ratio(result.ratio())))
+    head = ("what", "format", "shape", "timing", "against", "ratio")
+    return "\n".join([f"{'; '.join(where(shown))}:", "", *table(head, rows)]) + "\n"
 
 
 def readme() -> str:
@@ -161,6 +186,8 @@ def readme() -> str:
 
 
 if __name__ == "__main__":
+    if "--check" not in sys.argv:
+        draw(measured(), ROOT / "docs")
     pages = {"docs/formats.md": formats_page(), "docs/speed.md": speed_page(), "README.md": readme()}
     if "--check" in sys.argv:
         old = [name for name, text in pages.items() if (ROOT / name).read_text(encoding="utf-8") != text]

@@ -17,6 +17,7 @@ LEVELS = {
     "__main__": 10,
     "cli": 9,
     "study": 8,
+    "bench": 8,
     "checkpoint": 7,
     "calibrate": 7,
     "nn": 6,
@@ -33,7 +34,7 @@ LEVELS = {
     "_version": 0,
 }
 #: Rooms above everything that ``import hadaquant`` loads, which may import the package itself.
-OUTER = ("__main__", "cli", "study", "checkpoint")
+OUTER = ("__main__", "cli", "study", "bench", "checkpoint")
 #: Not needed to use the library, so never loaded before they are used.
 OPTIONAL = ("triton", "transformers", "accelerate", "gguf", "matplotlib", "jinja2", "rich", "typer")
 
@@ -87,7 +88,8 @@ def test_every_room_has_a_level():
 
 @every_file
 def test_only_kernels_import_triton(path):
-    if room_of(path) != "kernels":
+    """And the kernels that a benchmark is to beat."""
+    if room_of(path) != "kernels" and path != SRC / "bench" / "baselines.py":
         assert "triton" not in {name.split(".")[0] for name in imports_of(ast.parse(path.read_text()))}
 
 
@@ -131,6 +133,11 @@ def run(code: str) -> str:
 
 def test_i1_importing_the_package_stays_light():
     assert run(f"import hadaquant, sys; print([m for m in {OPTIONAL} if m in sys.modules])") == "[]"
+
+
+def test_the_command_line_loads_what_a_command_needs_only_when_it_runs():
+    heavy = ("triton", "transformers", "accelerate", "gguf", "matplotlib", "jinja2")
+    assert run(f"import hadaquant.cli, sys; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
 def test_i1_quantize_and_a_forward_on_the_cpu_without_triton():

@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import hadaquant
-from hadaquant.cli import evaluate, explain, inspect, quantize, study
+from hadaquant.cli import bench, evaluate, explain, inspect, quantize, study
 from hadaquant.errors import HadaquantError
 
 
@@ -68,3 +68,4 @@ app.command("inspect")(inspect.inspect)
 app.command("explain")(explain.explain)
 app.command("study")(study.study)
 app.command("eval")(evaluate.eval_)
+app.command("bench")(bench.bench)

@@ -1,0 +1,97 @@
+"""Contestants: what is built for a case before anything is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hadaquant.bench.timing import Call
+from hadaquant.tensor import QuantizedTensor
+
+#: Bytes that the buffers of one contestant take together, so that its data come from memory and not from a cache.
+BUFFERS = 400_000_000
+
+
+class Absent(Exception):
+    """A variant that cannot be built here: its message says why."""
+
+
+@dataclass
+class Variant:
+    """One way to do a case: calls over different buffers, and a check of the first one's answer.
+
+    ``check`` returns what is wrong, or None. ``ours`` says that a wrong answer is our fault, whoever's idea it is.
+    """
+
+    calls: Sequence[Call]
+    check: Callable[[], str | None] | None = None
+    ours: bool = True
+
+
+@dataclass
+class Contest:
+    """All ways to do a case. A variant is built when its turn comes, and may be :class:`Absent`.
+
+    ``bytes``: the least that must move; ``flops``: operations of the product; ``host``: whether a call is short
+    enough for its cost on the host to matter.
+    """
+
+    variants: dict[str, Callable[[], Variant]]
+    timings: tuple[str, ...]
+    bytes: int | None = None
+    flops: int | None = None
+    host: bool = True
+
+
+def buffers(device: torch.device, nbytes: int, most: int = 64) -> int:
+    """How many buffers of so many bytes a contestant walks over."""
+    if device.type != "cuda":
+        return 1
+    return max(1, min(most, math.ceil(BUFFERS / nbytes)))
+
+
+def copies(device: torch.device, nbytes: int) -> Variant:
+    """A device copy that moves so many bytes, read plus written."""
+    half = nbytes // 2
+    pairs = [
+        tuple(torch.empty(half, dtype=torch.uint8, device=device) for _ in range(2))
+        for _ in range(buffers(device, nbytes))
+    ]
+    return Variant([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
+
+
+def differing(found: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> str | None:
+    """How many bytes differ between two lists of tensors, or None if none do."""
+    wrong = total = 0
+    for a, b in zip(found, right, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return "one has a tensor that the other lacks"
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{tuple(a.shape)} {a.dtype} where {tuple(b.shape)} {b.dtype} is right"
+        x, y = (t.to(found_device(found)).contiguous().view(-1).view(torch.uint8) for t in (a, b))
+        wrong += int((x != y).sum())
+        total += x.numel()
+    return f"{wrong} of {total} bytes differ" if wrong else None
+
+
+def found_device(tensors: Sequence[Tensor | None]) -> torch.device:
+    """The device of the first tensor that is one."""
+    return next(t.device for t in tensors if t is not None)
+
+
+def parts(q: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and global scale."""
+    return q.codes, q.scales, q.global_scale
+
+
+def far(found: Tensor, right: Tensor, limit: float) -> str | None:
+    """The relative error ‖found − right‖ / ‖right‖ if it exceeds a limit. For other libraries' answers."""
+    right = right.to(torch.float32)
+    error = (torch.linalg.vector_norm(found.to(torch.float32) - right) / torch.linalg.vector_norm(right)).item()
+    return None if error <= limit else f"its relative error is {error:.4f}, above {limit:.4f}"

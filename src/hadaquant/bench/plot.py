@@ -1,0 +1,232 @@
+"""Results as pictures: speed-up bars, shares of a copy's speed, and a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hadaquant.bench.report import size
+from hadaquant.bench.results import Result
+from hadaquant.errors import MissingExtra
+
+COLOURS = {
+    "ours": "#0b6e4f",
+    "ours_front_ends": "#54b38a",
+    "torch_bf16": "#8d99ae",
+    "copy": "#8d99ae",
+    "torch_compile": "#e09f3e",
+    "torch_then_ours": "#e9c46a",
+    "plain_triton": "#bc6c25",
+    "plain_triton_tuned": "#dda15e",
+    "cublas": "#7b2d26",
+    "comfy": "#6a4c93",
+    "sgl": "#3d5a80",
+}
+LABELS = {
+    "ours": "hadaquant",
+    "ours_front_ends": "hadaquant, front ends fused",
+    "torch_bf16": "torch bfloat16",
+    "torch_compile": "torch.compile, unfused",
+    "torch_then_ours": "torch, then hadaquant's quantize",
+    "plain_triton": "plain Triton",
+    "plain_triton_tuned": "plain Triton, best tile",
+    "cublas": "cuBLASLt and torch",
+    "comfy": "comfy-kitchen",
+    "sgl": "CUTLASS (sgl_kernel)",
+}
+#: Variants that are no contestant of their own: other settings of ours.
+SETTINGS = ("ours_dynamic", "ours_tiled")
+
+
+def draw(found: Sequence[Result], folder: Path) -> list[Path]:
+    """Draw the newest results into ``folder`` as PNG files, one for each format family and kind of op.
+
+    Returns:
+        The files written; none for ops that were not measured.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingExtra(what="a plot", package="matplotlib", extra="report") from error
+    mpl.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for family in ("int8", "fp4"):
+        mine = [result for result in found if (result.case.format == "int8") == (family == "int8")]
+        for name, ops, function in (
+            ("products", ("linear", "gemm", "block", "block_linears"), _speed_ups),
+            ("rows", ("rotate_quantize", "front_end"), _shares),
+            ("roofline", ("linear", "gemm", "rotate_quantize"), _roofline),
+        ):
+            chosen = _best_timed([result for result in mine if result.case.op in ops])
+            path = folder / f"speed-{family}-{name}.png"
+            if chosen and function(chosen, family.upper(), path):
+                written.append(path)
+    return written
+
+
+def _best_timed(found: Sequence[Result]) -> list[Result]:
+    """One result a case: by graph where there is one."""
+    order = ("do_bench", "wall", "graph")
+    best = {result.case: result for result in sorted(found, key=lambda result: order.index(result.timing))}
+    return [best[case] for case in dict.fromkeys(result.case for result in found)]
+
+
+def _words(result: Result) -> tuple[str, ...]:
+    case = result.case
+    words = (case.format, case.front_end, None if case.rotation == "none" else case.rotation)
+    return tuple(word for word in words if word)
+
+
+def _labels(found: Sequence[Result]) -> tuple[list[str], str]:
+    """A label for each result, and the words that all have in common."""
+    common = [word for word in _words(found[0]) if all(word in _words(result) for result in found)]
+    own = [", ".join(word for word in _words(result) if word not in common) for result in found]
+    labels = [f"{size(result.case.shape)}\n{text}".strip() for result, text in zip(found, own, strict=True)]
+    return labels, ", ".join(common)
+
+
+def _bars(axes: Any, found: Sequence[Result], values: list[dict[str, float]]) -> None:
+    """Horizontal bars, a group for each result, one colour a variant; the number at the end of each bar."""
+    at, ticks = 0.0, []
+    widest = max(value for group in values for value in group.values())
+    for group in values:
+        start = at
+        for name, value in group.items():
+            axes.barh(at, value, height=0.82, color=COLOURS.get(name, "#444444"), zorder=2)
+            weight = "bold" if name.startswith("ours") else "normal"
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            place = {"va": "center", "fontsize": 7.5, "fontweight": weight, "bbox": box, "zorder": 4}
+            axes.text(value + widest * 0.008, at, f"{value:.2f}", **place)
+            at += 1
+        ticks.append((start + at - 1) / 2)
+        at += 0.7
+    labels, common = _labels(found)
+    op = found[0].op
+    axes.set_title(f"{op.title}: {op.axes}, {common}", fontsize=10, loc="left")
+    axes.set_yticks(ticks, labels, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(at - 0.2, -0.8)
+    axes.set_xlim(0, widest * 1.09)
+    axes.axvline(1, color="#222222", linewidth=1, linestyle="--", zorder=3)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _figure(found: Sequence[Result], values: list[list[dict[str, float]]], title: str) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    heights = [sum(len(group) + 0.7 for group in part) + 2.2 for part in values]
+    figure = Figure(figsize=(9, 0.185 * sum(heights) + 1.5), layout="constrained", dpi=130)
+    axes = figure.subplots(len(values), 1, height_ratios=heights, squeeze=False)[:, 0]
+    names = list(dict.fromkeys(name for part in values for group in part for name in group))
+    handles = [Patch(color=COLOURS.get(name, "#444444"), label=LABELS.get(name, name)) for name in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(f"{title}\n", fontsize=12, fontweight="bold")
+    where = "; ".join(dict.fromkeys(result.where for result in found))
+    figure.text(0.5, 0.995, "\n" * 2 + where, ha="center", va="top", fontsize=7.5, color="#555555")
+    return figure, axes
+
+
+def _parts(found: Sequence[Result]) -> list[list[Result]]:
+    ops = dict.fromkeys(result.case.op for result in found)
+    return [[result for result in found if result.case.op == op] for op in ops]
+
+
+def _speed_ups(found: Sequence[Result], family: str, path: Path) -> bool:
+    """Each variant's speed over torch's bfloat16."""
+    parts = _parts([result for result in found if result.ratio() is not None])
+    values = [
+        [
+            {name: result.ratio(name) or 0.0 for name in result.ms if name not in (result.op.reference, *SETTINGS)}
+            for result in part
+        ]
+        for part in parts
+    ]
+    if not parts:
+        return False
+    figure, all_axes = _figure(found, values, f"{family}: how many times as fast as torch in bfloat16")
+    for axes, part, groups in zip(all_axes, parts, values, strict=True):
+        _bars(axes, part, groups)
+    all_axes[-1].set_xlabel("torch bfloat16's time over the variant's, timed in turns (dashed: equal)", fontsize=8.5)
+    figure.savefig(path)
+    return True
+
+
+def _shares(found: Sequence[Result], family: str, path: Path) -> bool:
+    """Each variant's speed as a share of a copy of as many bytes."""
+    parts = _parts([result for result in found if result.ratio() is not None])
+    if not parts:
+        return False
+    values = [
+        [{name: result.ratio(name) or 0.0 for name in result.ms if name not in ("copy", *SETTINGS)} for result in part]
+        for part in parts
+    ]
+    title = f"{family}: how near to a device copy of the same number of bytes"
+    figure, all_axes = _figure(found, values, title)
+    for axes, part, groups in zip(all_axes, parts, values, strict=True):
+        _bars(axes, part, groups)
+        axes.set_xlim(0, 1.12)
+    all_axes[-1].set_xlabel("the copy's time over the variant's, timed in turns (dashed: the copy)", fontsize=8.5)
+    figure.savefig(path)
+    return True
+
+
+def _roofline(found: Sequence[Result], family: str, path: Path) -> bool:
+    """Operations a second over operations a byte, under the fastest copy and the fastest products of these results."""
+    from matplotlib.figure import Figure
+
+    copies = [result.bytes / result.ms["copy"] / 1e9 for result in found if result.bytes and "copy" in result.ms]
+    products = [result for result in found if result.flops and result.bytes and "ours" in result.ms]
+    if not copies or not products:
+        return False
+    copy = max(copies)  # TB/s
+    peaks = {
+        name: max((result.flops or 0) / result.ms[name] / 1e9 for result in products if name in result.ms)
+        for name in ("ours", "torch_bf16")
+        if any(name in result.ms for result in products)
+    }
+    figure = Figure(figsize=(9, 6.2), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    intensity = [result.flops / result.bytes for result in products if result.flops and result.bytes]
+    left, right = min(intensity) / 1.8, max(intensity) * 1.8
+    top = max(peaks.values())
+    ridge = top / copy
+    axes.plot([left, ridge, right], [left * copy, top, top], color="#222222", linewidth=1.4, zorder=1)
+    axes.text(left * 1.15, left * copy * 1.6, f"device copy, {copy:.2f} TB/s", fontsize=8.5, rotation=0, va="bottom")
+    for name, peak in peaks.items():
+        axes.axhline(peak, color=COLOURS[name], linewidth=1, linestyle=":", zorder=1)
+        text = (
+            f"fastest {'INT8' if family == 'INT8' else 'FP4'} product" if name == "ours" else "fastest bfloat16 product"
+        )
+        axes.text(left * 1.15, peak * 1.04, f"{text}, {peak:.0f} TOPS", fontsize=8.5, color=COLOURS[name])
+    for name, marker in (("torch_bf16", "s"), ("plain_triton", "^"), ("ours", "o")):
+        for op, filled in (("gemm", False), ("linear", True)):
+            chosen = [r for r in products if r.case.op == op and name in r.ms]
+            xs = [(r.flops or 0) / (r.bytes or 1) for r in chosen]
+            ys = [(r.flops or 0) / r.ms[name] / 1e9 for r in chosen]
+            if xs:
+                label = f"{LABELS[name]}, {'whole linear' if filled else 'product alone'}"
+                face = COLOURS[name] if filled else "white"
+                axes.scatter(
+                    xs, ys, s=34, marker=marker, facecolors=face, edgecolors=COLOURS[name], label=label, zorder=3
+                )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(left, right)
+    axes.set_ylim(None, top * 1.7)
+    axes.set_xlabel(f"operations a byte of {family}'s least traffic: input, weight and output once", fontsize=9)
+    axes.set_ylabel("achieved, 10¹² operations a second", fontsize=9)
+    axes.grid(which="major", color="#dddddd", linewidth=0.6, zorder=0)
+    axes.legend(loc="lower right", fontsize=8.5, frameon=True)
+    axes.set_title(f"{family} products under the measured roofs", fontsize=12, fontweight="bold", pad=22)
+    where = "; ".join(dict.fromkeys(result.where for result in found))
+    axes.text(0.5, 1.015, where, transform=axes.transAxes, ha="center", fontsize=7.5, color="#555555")
+    figure.savefig(path)
+    return True

@@ -1,0 +1,55 @@
+"""What hadaquant bench chooses to measure."""
+
+import pytest
+
+from hadaquant.bench import OPS, SUITES, Case, choose
+from hadaquant.bench.runner import CONTESTS
+from hadaquant.errors import UnknownChoice
+from hadaquant.formats import get_format
+from hadaquant.front import KINDS
+from hadaquant.rotation import parse
+
+
+def test_every_case_can_exist():
+    for case in dict.fromkeys(case for suite in SUITES.values() for case in suite):
+        k = case.shape[-1]
+        get_format(case.format).check_k(k)
+        parse(case.rotation).check_k(k)
+        assert len(case.shape) == len(OPS[case.op].axes.split("×"))
+        assert (case.op == "front_end") == (case.front_end in KINDS)
+
+
+def test_no_case_twice():
+    for suite in SUITES.values():
+        assert len(set(suite)) == len(suite)
+
+
+def test_every_op_has_a_contest():
+    assert list(CONTESTS) and set(CONTESTS) == set(OPS)
+
+
+def test_choose_by_op_and_format():
+    assert {case.op for case in choose("int8", ["gemm", "linear"])} == {"gemm", "linear"}
+    assert {case.format for case in choose("fp4", formats=["mxfp4"])} == {"mxfp4"}
+    assert choose("quick") == list(SUITES["quick"])
+
+
+def test_shapes_take_the_place_of_the_suites():
+    chosen = choose("int8", ["gemm", "rotate_quantize"], shapes=[(5, 6, 64), (7, 1024)])
+    assert Case(op="gemm", shape=(5, 6, 64), rotation="none") in chosen
+    assert {case.shape for case in chosen} == {(5, 6, 64), (7, 1024)}
+    assert {case.rotation for case in chosen if case.op == "rotate_quantize"} >= {"regular:256", "sylvester:32"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("int4",), "unknown suite 'int4': choose one of int8"),
+        (("int8", ["matmul"]), "unknown op 'matmul': choose one of linear, gemm"),
+        (("int8", [], ["fp6"]), "unknown format 'fp6'"),
+        (("fp4", ["block"]), "unknown part of suite 'fp4' 'block'"),
+    ],
+)
+def test_unknown_choices(arguments, words):
+    with pytest.raises(UnknownChoice, match=words):
+        choose(*arguments)
