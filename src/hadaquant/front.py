@@ -59,9 +59,9 @@ SUM_BITS = (0, 1, 2, 6, 7, 3, 4, 5)
 GELU_LINEAR = torch.tensor(2.0 * math.sqrt(2.0 / math.pi), dtype=torch.float32, device="cpu").item()
 GELU_CUBIC = torch.tensor(0.044715 * 2.0 * math.sqrt(2.0 / math.pi), dtype=torch.float32, device="cpu").item()
 
-#: Relative error of an activation, over 1 + |z|: exp is computed as exp2 of a product rounded twice, and exp2,
-#: reciprocal and division are good to a few units in the last place.
-EXP_ERROR = 2.0**-21
+#: Relative difference of two computed activations over 1 + |z|, in units of u = 2**-24 at most 15 + 12 |z|: from exp
+#: 2u and from exp2 4u, of its argument 2 |z| u, of GELU's z 10 |z| u, from sums, products and quotients the rest.
+EXP_ERROR = 2.0**-20
 
 
 def halvings() -> tuple[int, ...]:

@@ -41,8 +41,7 @@ def _front_rows(x: Tensor, front_end: FrontEnd, part: slice) -> Tensor:
     if front_end.kind == "ada_norm":
         v = v - _divide_by(row_sums(v), v.shape[1])[:, None]
     if front_end.sums:
-        mean_square = _divide_by(row_sums(v * v), v.shape[1])
-        v = v * (1.0 / torch.sqrt(mean_square + mean_square.new_full((), front_end.eps or 0.0)))[:, None]
+        v = v * _inverse_root(_divide_by(row_sums(v * v), v.shape[1]), front_end.eps or 0.0)[:, None]
     if front_end.kind == "silu_mul":
         v = v / (1.0 + torch.exp(-v))
     if front_end.kind == "gelu_tanh":
@@ -82,6 +81,13 @@ def _halve(v: Tensor, below: int) -> Tensor:
 
 def _divide_by(v: Tensor, k: int) -> Tensor:
     return v / v.new_full((), k)
+
+
+def _inverse_root(v: Tensor, eps: float) -> Tensor:
+    # torch's float32 root is MKL's on a CPU, one unit off at times; no root of a float32 lies nearer to a midpoint of
+    # two than 2**-50, so the float64 root rounds to the right one
+    root = (v + v.new_full((), eps)).double().sqrt().to(torch.float32)
+    return torch.ones_like(root) / root
 
 
 def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:

@@ -18,13 +18,16 @@ LINEAR = tl.constexpr(GELU_LINEAR)
 
 
 def constants(front_end: FrontEnd, width: int = SUM_RUN, tiles: int = 1) -> tuple[object, ...]:
-    """Compile-time description of a front end: kind, whether it has a factor, a shift, and what its sums need.
+    """Compile-time description of a front end: kind, whether it has a factor, a shift, eps, and the steps of its sums.
 
-    That is eps and the halvings of a tile of ``width`` elements and of ``tiles`` tiles, both powers of two.
+    Steps are the halvings of a tile of ``width`` elements and of ``tiles`` tiles, both powers of two. Without
+    sums eps is 0.
     """
-    within = halvings() + (1,) * ((width // SUM_RUN).bit_length() - 1)
-    sums = (front_end.eps, within, (1,) * (tiles.bit_length() - 1)) if front_end.sums else None
-    return front_end.kind, front_end.factor is not None, front_end.shift is not None, sums
+    described = (front_end.kind, front_end.factor is not None, front_end.shift is not None)
+    if not front_end.sums:
+        return *described, 0.0, (), ()
+    runs = width // SUM_RUN
+    return *described, front_end.eps, halvings() + (1,) * (runs.bit_length() - 1), (1,) * (tiles.bit_length() - 1)
 
 
 def operand(t: Tensor | None, rows: Tensor) -> tuple[Tensor, int, int]:
@@ -42,16 +45,17 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _halved(v, BELOW: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """float32 [ROWS, WIDTH] -> the sums of the pairs that lie BELOW[0] apart, of those BELOW[1] apart, ..."""
-    for i in tl.static_range(len(BELOW)):
-        pairs = tl.reshape(v, (ROWS, (WIDTH >> (i + 1)) // BELOW[i], 2, BELOW[i]))
+def _halved(v, FRONT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """float32 [ROWS, WIDTH] -> the sums of pairs, of their pairs, ..., as far apart as FRONT[STEPS] says."""
+    # Triton 3.6 indexes a tuple in a tuple, but does not name one
+    for i in tl.static_range(len(FRONT[STEPS])):
+        pairs = tl.reshape(v, (ROWS, (WIDTH >> (i + 1)) // FRONT[STEPS][i], 2, FRONT[STEPS][i]))
         v = tl.reshape(tl.sum(pairs, axis=2), (ROWS, WIDTH >> (i + 1)))  # a sum of two has no order
     return v
 
 
 @triton.jit
-def _row_sum(x_ptr, start, inside, mean, K, SQUARE: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr,
+def _row_sum(x_ptr, start, inside, mean, K, SQUARE: tl.constexpr, FRONT: tl.constexpr, ROWS: tl.constexpr,
              WIDTH: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """float32 [ROWS]: the rows' sums, or the sums of the squared differences from a mean."""
     column = tl.arange(0, WIDTH)
@@ -63,8 +67,8 @@ def _row_sum(x_ptr, start, inside, mean, K, SQUARE: tl.constexpr, SUMS: tl.const
         if SQUARE:
             v = tl.where(valid, v - mean[:, None], 0.0)
             v = v * v
-        sums = tl.where(tile[None, :] == t, _halved(v, SUMS[1], ROWS, WIDTH), sums)
-    return tl.reshape(_halved(sums, SUMS[2], ROWS, TILES), (ROWS,))
+        sums = tl.where(tile[None, :] == t, _halved(v, FRONT, 4, ROWS, WIDTH), sums)
+    return tl.reshape(_halved(sums, FRONT, 5, ROWS, TILES), (ROWS,))
 
 
 @triton.jit
@@ -75,16 +79,16 @@ def open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS: tl.constexpr, WID
     row: int64 [ROWS]; factor, shift: as :func:`operand` gives them; TILES: a power of two, at least K / WIDTH.
     """
     KIND: tl.constexpr = FRONT[0]
-    SUMS: tl.constexpr = FRONT[3]
+    EPS: tl.constexpr = FRONT[3]
     inside = (row < M)[:, None]
     start = row * x_stride
     mean = tl.zeros((ROWS,), tl.float32)
     inverse = mean
-    if SUMS is not None:
+    if EPS > 0:
         if KIND == "ada_norm":
-            mean = tl.div_rn(_row_sum(x_ptr, start, inside, mean, K, False, SUMS, ROWS, WIDTH, TILES), K * 1.0)
-        squares = _row_sum(x_ptr, start, inside, mean, K, True, SUMS, ROWS, WIDTH, TILES)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, K * 1.0) + SUMS[0]))
+            mean = tl.div_rn(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K * 1.0)
+        squares = _row_sum(x_ptr, start, inside, mean, K, True, FRONT, ROWS, WIDTH, TILES)
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, K * 1.0) + EPS))
     factor_ptr, factor_stride, factor_rows = factor
     shift_ptr, shift_stride, shift_rows = shift
     factor_start = row // factor_rows * factor_stride
@@ -127,7 +131,7 @@ def load_front(x_ptr, rows, column, valid, FRONT: tl.constexpr):
         _, factor_ptr, factor_start, shift_ptr, shift_start, mean, inverse = rows
         if KIND == "ada_norm":
             v = v - mean[:, None]
-        if FRONT[3] is not None:
+        if FRONT[3] > 0:
             v = v * inverse[:, None]
         if KIND == "silu_mul":
             v = v / (1.0 + tl.exp(-v))

@@ -12,9 +12,12 @@ from hadaquant.rotation import Rotation, norm, stages
 
 
 def constants(rotation: Rotation) -> tuple[object, ...]:
-    """Compile-time description of a rotation: kind, group, radix and stride of each stage, norm, whether signs."""
+    """Compile-time description of a rotation: kind, group, radix and stride of each stage, norm, whether signs.
+
+    The stages are one flat tuple, since Triton 3.6 takes no tuples within a tuple within a tuple.
+    """
     hadamard = rotation.kind in ("sylvester", "regular")
-    steps = stages(rotation.group) if hadamard else ()
+    steps = tuple(n for stage in stages(rotation.group) for n in stage) if hadamard else ()
     return rotation.kind, rotation.group, steps, norm(rotation.group) if hadamard else 1.0, rotation.signs is not None
 
 
@@ -47,15 +50,14 @@ def rotate_registers(v, signs_ptr, ROWS: tl.constexpr, ROTATION: tl.constexpr, I
     """float32 [ROWS, GROUP] -> the same, each row times R, or Rᵀ if INVERSE."""
     KIND: tl.constexpr = ROTATION[0]
     GROUP: tl.constexpr = ROTATION[1]
-    STAGES: tl.constexpr = ROTATION[2]
     SIGNED: tl.constexpr = ROTATION[4]
     if SIGNED and not INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
-    for i in tl.static_range(len(STAGES)):
-        if STAGES[i][0] == 4:
-            v = _radix4(v, ROWS, KIND, GROUP, STAGES[i][1])
+    for i in tl.static_range(0, len(ROTATION[2]), 2):
+        if ROTATION[2][i] == 4:
+            v = _radix4(v, ROWS, KIND, GROUP, ROTATION[2][i + 1])
         else:
-            v = _radix2(v, ROWS, GROUP, STAGES[i][1])
+            v = _radix2(v, ROWS, GROUP, ROTATION[2][i + 1])
     v = v * ROTATION[3]
     if SIGNED and INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
