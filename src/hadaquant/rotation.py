@@ -34,25 +34,22 @@ FUSED_MATRIX_GROUPS = (16, 32, 64, 128, 256)
 #: matrix, far below any error that quantization would hide.
 ORTHONORMAL_TOLERANCE = 1e-5
 
-#: Radix-4 digits of a group in the order they are computed, where it is not ascending. This order of
-#: a group of 256 lets a GPU thread own the first pass with coalesced loads.
-_DIGIT_ORDER = {256: (0, 3, 1, 2)}
+#: Strides of the butterfly stages in the order they are computed. 64 before 4 and 16 lets a GPU thread own a
+#: first pass with coalesced loads, and every group up to 1024 needs but one exchange between threads.
+_STRIDES = (1, 64, 4, 16, 256, 1024)
 
 
 def stages(group: int) -> tuple[tuple[int, int], ...]:
     """(radix, stride) of each butterfly stage, in order. Part of the numerics contract.
 
-    Radix-4 stages ascend by stride, but for a group of 256; an odd power of two ends with one
-    radix-2 stage.
+    Radix 4, and radix 2 for the highest bit of an odd power of two.
 
     >>> stages(256)
     ((4, 1), (4, 64), (4, 4), (4, 16))
-    >>> stages(8)
-    ((4, 1), (2, 4))
+    >>> stages(128)
+    ((4, 1), (2, 64), (4, 4), (4, 16))
     """
-    digits, odd = divmod(group.bit_length() - 1, 2)
-    order = _DIGIT_ORDER.get(group, range(digits))
-    return tuple((4, 4**d) for d in order) + (((2, group // 2),) if odd else ())
+    return tuple((4 if 4 * stride <= group else 2, stride) for stride in _STRIDES if stride < group)
 
 
 def norm(group: int) -> float:

@@ -19,7 +19,7 @@ TARGETS = tuple(f"sm_{arch}" for arch in NVIDIA) + AMD
 #: What a block may use on consumer Ampere, Ada and Blackwell.
 SHARED_LIMIT = 99 * 1024
 
-_LAUNCH = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+_LAUNCH = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -28,11 +28,15 @@ def check_rows(x: torch.Tensor, rotation: Rotation) -> None:
     assert_same(ours[1], oracle[1], "scales")
 
 
-SPECS = ("regular:256", "sylvester:256", "regular:64", "sylvester:64", "regular:16", "sylvester:16", "sylvester:32")
+SPECS = (
+    *(f"regular:{g}" for g in (16, 64, 256, 1024)),
+    *(f"sylvester:{g}" for g in (16, 32, 64, 128, 256, 512, 1024)),
+)
+#: A half tile alone; whole and half tiles; a row that ends within its last tile.
+WIDTHS = (256, 1024, 3072, 5120, 13824)
 
 
-@pytest.mark.parametrize("k", [256, 3072, 5120, 13824])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "k"), [(s, k) for s in SPECS for k in WIDTHS if k % parse(s).group == 0])
 def test_rows(spec, k):
     check_rows(nasty(301, k, torch.bfloat16), parse(spec))
 
@@ -42,7 +46,7 @@ def test_rows_of_other_widths(k):
     check_rows(nasty(301, k, torch.bfloat16), parse("regular:256"))
 
 
-@pytest.mark.parametrize("spec", ["regular:256", "sylvester:64"])
+@pytest.mark.parametrize("spec", ["regular:256", "sylvester:64", "regular:1024"])
 def test_rows_of_float16_with_signs(spec):
     r = parse(spec)
     signs = torch.randint(0, 2, (r.group,), generator=torch.Generator().manual_seed(2)) * 2 - 1

@@ -12,13 +12,13 @@ from hadaquant.rotation import Rotation, norm, stages
 
 
 def constants(rotation: Rotation) -> tuple[object, ...]:
-    """Compile-time description of a rotation: kind, group, radix and stride of each stage, norm, whether signs.
+    """Compile-time description of a rotation: kind, group, strides of its stages, norm, whether it has signs.
 
-    The stages are one flat tuple, since Triton 3.6 takes no tuples within a tuple within a tuple.
+    A stage has radix 4, or 2 where 4 strides are more than the group.
     """
     hadamard = rotation.kind in ("sylvester", "regular")
-    steps = tuple(n for stage in stages(rotation.group) for n in stage) if hadamard else ()
-    return rotation.kind, rotation.group, steps, norm(rotation.group) if hadamard else 1.0, rotation.signs is not None
+    strides = tuple(stride for _, stride in stages(rotation.group)) if hadamard else ()
+    return rotation.kind, rotation.group, strides, norm(rotation.group) if hadamard else 1.0, rotation.signs is not None
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def rotate_registers(v, signs_ptr, ROWS: tl.constexpr, ROTATION: tl.constexpr, I
     SIGNED: tl.constexpr = ROTATION[4]
     if SIGNED and not INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
-    for i in tl.static_range(0, len(ROTATION[2]), 2):
-        if ROTATION[2][i] == 4:
-            v = _radix4(v, ROWS, KIND, GROUP, ROTATION[2][i + 1])
+    for i in tl.static_range(len(ROTATION[2])):
+        if 4 * ROTATION[2][i] <= GROUP:
+            v = _radix4(v, ROWS, KIND, GROUP, ROTATION[2][i])
         else:
-            v = _radix2(v, ROWS, GROUP, ROTATION[2][i + 1])
+            v = _radix2(v, ROWS, GROUP, ROTATION[2][i])
     v = v * ROTATION[3]
     if SIGNED and INVERSE:
         v = v * tl.load(signs_ptr + tl.arange(0, GROUP))[None, :]
