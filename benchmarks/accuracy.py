@@ -87,13 +87,14 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def make(model: nn.Module, cell: Cell, batches: list[Tensor], backend: str) -> None:
     """Turn a model in full precision into a cell's."""
+    if cell.weights == cell.activations == "full":
+        return
     format, rotation = hq.get_format(cell.format), rotation_of(cell.rotation)
     if cell.weights == "full":
-        if cell.activations == "coded":
-            for linear, places in linears_of(model).items():
-                fitted, _ = decide(linear, places, format, rotation, SKIP, None)
-                if fitted is not None:
-                    put(model, places[0].name, CodedInputs(linear, format, fitted.to(linear.weight.device), backend))
+        for linear, places in linears_of(model).items():
+            fitted, _ = decide(linear, places, format, rotation, SKIP, None)
+            if fitted is not None:
+                put(model, places[0].name, CodedInputs(linear, format, fitted.to(linear.weight.device), backend))
         return
 
     def settle(name: str, done: int, total: int) -> None:

@@ -1,0 +1,33 @@
+"""The decoder that is timed in CUDA graphs says what transformers says."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import hadaquant as hq
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_decoder_generates_the_tokens_of_generate(quantized, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    decoding = runpy.run_path(str(ROOT / "benchmarks" / "decoding.py"))
+    model = runpy.run_path(str(ROOT / "tests" / "study" / "tiny_llama.py"))["tiny_llama"]().eval()
+    if quantized:
+        hq.quantize_(model, "int8", "regular:64")
+    prompt = [5, 90, 17, 33]
+    made = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=12,
+        min_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    with torch.inference_mode():
+        mine = decoding["Decoder"](model, 32).generate(prompt, 12)
+    assert mine == made[0, len(prompt) :].tolist()
