@@ -4,7 +4,7 @@ y = x · Wᵀ = (x·R)(W·R)ᵀ, R a block-diagonal Hadamard or any orthonormal 
 rotated and quantized offline, activations in one kernel before a low-bit matrix product.
 """
 
-from hadaquant import front
+from hadaquant import calibrate, front
 from hadaquant._version import __version__
 from hadaquant.checkpoint import CheckpointReport, load, quantize_checkpoint, save
 from hadaquant.errors import HadaquantError
@@ -28,6 +28,7 @@ __all__ = [
     "RotatedLinear",
     "Rotation",
     "__version__",
+    "calibrate",
     "explain",
     "front",
     "get_format",

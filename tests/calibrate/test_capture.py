@@ -100,6 +100,7 @@ def test_coded_inputs_are_gathered_in_place_of_the_inputs():
     x = seen_by_hooks(model, data)[name]
     assert_product(step[name].gram, x.round(), x.round())
     assert_product(step[name].cross, x, x.round())
+    assert_product(step[name].full, x, x)
 
 
 def test_no_hook_stays_when_the_caller_stops_early():

@@ -196,3 +196,14 @@ def test_output_error_is_the_relative_error_of_the_outputs():
     curvature = Curvature.of(hessian, q.format, q.rotation)
     expected = true_error(weight, q, x) / (weight.double() @ x.T).norm().item()
     assert math.isclose(output_error(weight, q, curvature), expected, rel_tol=1e-4)
+
+
+def test_output_error_is_against_the_unquantized_model_where_that_is_known():
+    weight, _, full = problem()
+    x = full + 0.1 * torch.randn_like(full)
+    q = hq.quantize(weight, "nvfp4", rotation="sylvester:16")
+    sums = {"cross": full.T @ x, "full": full.T @ full}
+    found = output_error(weight, q, Curvature.of(x.T @ x, q.format, q.rotation, **sums))
+    outputs = full @ weight.double().T
+    expected = (outputs - x @ q.dequantize().double().T).norm() / outputs.norm()
+    assert math.isclose(found, expected, rel_tol=1e-4)

@@ -7,6 +7,7 @@ Given what the unquantized model would read, the target is X_full·Wᵀ instead 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,16 +32,19 @@ class Curvature:
     """What GPTQ needs to know of a linear's inputs; shared by all linears that read them.
 
     Attributes:
-        hessian: float64 [K, K] of the rotated inputs, undamped.
+        hessian: float64 [K, K], the sum of xᵀx over the rotated inputs, undamped.
         order: int64 [K], the rotated channels in the order they are rounded.
         factor: float32 [K, K], upper triangular U with UᵀU the inverse of the damped Hessian in that order.
         shift: float32 [K, K] or None: W + W · shift is what makes up best for the inputs' own error.
+        cross, full: float64 [K, K] or None: the sums of x_fullᵀx and x_fullᵀx_full of the rotated inputs.
     """
 
     hessian: Tensor
     order: Tensor
     factor: Tensor
     shift: Tensor | None
+    cross: Tensor | None = None
+    full: Tensor | None = None
 
     @classmethod
     def of(
@@ -50,10 +54,11 @@ class Curvature:
         rotation: Rotation,
         *,
         cross: Tensor | None = None,
+        full: Tensor | None = None,
         damping: float = 0.01,
         act_order: bool = True,
     ) -> Curvature:
-        """From sums of xᵀx and x_fullᵀx in the original basis; see :func:`gptq` for the arguments.
+        """From sums in the original basis: of xᵀx, x_fullᵀx and x_fullᵀx_full. For the rest see :func:`gptq`.
 
         Raises:
             LayerError: the sums hold NaN or Inf, or no damping makes them positive definite.
@@ -78,11 +83,11 @@ class Curvature:
         eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
         # H = U'U'ᵀ with U' upper, so that U = U'⁻¹ gives UᵀU = H⁻¹ without inverting H
         factor = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+        cross, full = (None if sums is None else _rotated(sums, r) for sums in (cross, full))
         shift = None
         if cross is not None:
-            inverse = factor.T @ factor
-            shift = ((_rotated(cross, r) - h)[:, order] @ inverse)[:, order.argsort()].to(torch.float32)
-        return cls(h, order, factor.to(torch.float32), shift)
+            shift = ((cross - h)[:, order] @ (factor.T @ factor))[:, order.argsort()].to(torch.float32)
+        return cls(h, order, factor.to(torch.float32), shift, cross, full)
 
 
 def _rotated(gram: Tensor, rotation: Rotation) -> Tensor:
@@ -201,11 +206,20 @@ def _round_columns(y: Tensor, grid: Grid, scales: Tensor, factor: Tensor) -> tup
 
 
 def output_error(weight: Tensor, quantized: QuantizedTensor, curvature: Curvature) -> float:
-    """‖X·Wᵀ − X·Ŵᵀ‖ / ‖X·Wᵀ‖ over the inputs X that the curvature was made of; 0 where that is 0 / 0."""
-    y = rotated_weight(weight, quantized.format, quantized.rotation)[0].to(torch.float64)
-    difference = (
-        reference.decode(quantized.codes, quantized.scales, quantized.global_scale, quantized.format).to(torch.float64)
-        - y
-    )
-    errors, outputs = (((m @ curvature.hessian) * m).sum().clamp(min=0).sqrt().item() for m in (difference, y))
-    return errors / outputs if outputs else 0.0
+    """‖X·Wᵀ − X·Ŵᵀ‖ / ‖X·Wᵀ‖ over the inputs that the curvature was made of; 0 where that is 0 / 0.
+
+    Where the curvature knows what the unquantized model reads, ‖X_full·Wᵀ − X·Ŵᵀ‖ / ‖X_full·Wᵀ‖.
+    """
+    w = rotated_weight(weight, quantized.format, quantized.rotation)[0].to(torch.float64)
+    q = reference.decode(quantized.codes, quantized.scales, quantized.global_scale, quantized.format).to(torch.float64)
+
+    def product(a: Tensor, sums: Tensor, b: Tensor) -> float:
+        return ((a @ sums) * b).sum().item()
+
+    h, c, full = curvature.hessian, curvature.cross, curvature.full
+    if c is None or full is None:
+        error, output = product(q - w, h, q - w), product(w, h, w)
+    else:
+        output = product(w, full, w)
+        error = output - 2 * product(w, c, q) + product(q, h, q)
+    return math.sqrt(max(error, 0.0) / output) if output > 0 else 0.0

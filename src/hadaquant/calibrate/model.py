@@ -36,7 +36,7 @@ class CalibratedLayer(LayerReport):
     """A layer's report with what its calibration gave.
 
     ``method`` is ``rtn`` where the layer could not be calibrated, for the reason given. ``rows`` of inputs were
-    seen; ``output_error`` is ‖X·Wᵀ − X·Ŵᵀ‖ / ‖X·Wᵀ‖ over them, ``nearest_error`` the same of round-to-nearest.
+    seen; ``output_error`` is over them, see :func:`output_error`, and ``nearest_error`` that of round-to-nearest.
     """
 
     method: str = "rtn"
@@ -216,6 +216,7 @@ def _replace(
                 job.format,
                 job.rotation,
                 cross=inputs.cross,
+                full=inputs.full,
                 damping=recipe.damping,
                 act_order=recipe.act_order,
             )

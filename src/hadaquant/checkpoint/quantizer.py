@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,19 @@ from hadaquant.checkpoint.record import METADATA_KEY, Record
 from hadaquant.checkpoint.source import INDEX_SUFFIX, STEM, SUFFIX, Checkpoint, write_json
 from hadaquant.checkpoint.stream import WeightJob
 from hadaquant.checkpoint.unquantized import check_unquantized
-from hadaquant.errors import CheckpointError, PlanError, UnknownChoice
+from hadaquant.errors import CheckpointError, MismatchError, PlanError, UnknownChoice
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.convert import fit
 from hadaquant.nn.report import LayerReport, Report
 from hadaquant.nn.select import DEFAULT_SKIP, check_patterns, skipped_by
 from hadaquant.rotation import Rotation, parse
+from hadaquant.tensor import QuantizedTensor
 
 #: ``progress(name, done, total)``: bytes of the source that are done.
 Progress = Callable[[str, int, int], None]
+
+#: ``codes(choices)``: for what each layer is to get, by its name, the quantized weights of some of them.
+Codes = Callable[[Mapping[str, Choice]], Mapping[str, QuantizedTensor]]
 
 
 @dataclass
@@ -67,6 +71,7 @@ def quantize_checkpoint(
     skip: Sequence[str] = DEFAULT_SKIP,
     layout: str = "native",
     device: torch.device | str = "cpu",
+    codes: Codes | None = None,
     progress: Progress | None = None,
 ) -> CheckpointReport:
     """Write a checkpoint again with its linears rotated and quantized.
@@ -81,6 +86,8 @@ def quantize_checkpoint(
         skip: patterns of layers to keep, as in :func:`hadaquant.quantize_`.
         layout: ``native`` or ``comfy``.
         device: where the arithmetic runs; the bytes are the same.
+        codes: makes better codes than the nearest, such as those of a calibration; a layer it leaves out is
+            rounded to nearest.
         progress: called as work goes on.
 
     Raises:
@@ -89,6 +96,7 @@ def quantize_checkpoint(
         PatternError: a skip pattern matches no linear.
         PlanError: the plan is for another model, or a format is given beside it, or neither is.
         UnknownChoice, RotationError: no such format, layout, rotation or device.
+        MismatchError: ``codes`` gave a weight of another format, rotation, shape or scale layout.
     """
     given, lay, where = _given(format, rotation, plan), get_layout(layout), _device(device)
     for choice in set(given.layers.values()) if isinstance(given, ModelPlan) else (given,):
@@ -103,6 +111,8 @@ def quantize_checkpoint(
     if not jobs:
         reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in report.kept[:8])
         raise CheckpointError(path=source, rule=f"holds no linear to quantize ({reasons})", fix="see the reasons")
+    if codes is not None:
+        jobs = _with_codes(jobs, codes)
     record = Record(
         tool=__version__,
         layout=lay.name,
@@ -190,6 +200,17 @@ def _choice_for(
         return None, "it has no elements"
     fitted, note = fit(*given, weight.shape[1])
     return (None if fitted is None else Choice(given.format, fitted)), note
+
+
+def _with_codes(jobs: dict[str, WeightJob], codes: Codes) -> dict[str, WeightJob]:
+    found = codes({job.layer: Choice(job.format, job.rotation) for job in jobs.values()})
+    for job in jobs.values():
+        q = found.get(job.layer)
+        given = None if q is None else (q.format, q.rotation.to("cpu"), tuple(q.shape), q.scale_layout)
+        wanted = (job.format, job.rotation, job.weight.shape, "linear")
+        if given is not None and given != wanted:
+            raise MismatchError(what=f"the codes of {job.layer}", found=given, expected=wanted)
+    return {name: replace(job, quantized=found.get(job.layer)) for name, job in jobs.items()}
 
 
 _Part = tuple[Path, dict[str, StoredTensor], dict[str, str]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hadaquant.formats.scales import global_scale_of
 from hadaquant.ops import quantize
 from hadaquant.ops.checks import FLOAT_DTYPES
 from hadaquant.rotation import Rotation
+from hadaquant.tensor import QuantizedTensor
 
 #: Elements of a weight worked on at a time: 16 MiB in float32.
 CHUNK = 1 << 22
@@ -24,13 +25,17 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class WeightJob:
-    """A weight [N, K] to quantize. ``note`` says what was changed of the rotation that was asked for."""
+    """A weight [N, K] to quantize. ``note`` says what was changed of the rotation that was asked for.
+
+    ``quantized``: what was made of it elsewhere, with better codes than the nearest, on the CPU.
+    """
 
     layer: str
     weight: StoredTensor
     format: Format
     rotation: Rotation
     note: str = ""
+    quantized: QuantizedTensor | None = None
 
     @property
     def contract(self) -> Contract:
@@ -53,11 +58,15 @@ class WeightJob:
         once: rows are independent but for the global scale, which takes a pass of its own. ``advance``
         is told the bytes of the source that are done.
         """
-        global_scale = self._global_scale(device) if self.format.has_global_scale else None
+        own = self.quantized is None and self.format.has_global_scale
+        global_scale = self._global_scale(device) if own else None
         squares = torch.zeros(2, dtype=torch.float64)
         q = None
         for first, w in self._chunks(device):
-            q = quantize(w, self.format, rotation=self.rotation, global_scale=global_scale)
+            if self.quantized is None:
+                q = quantize(w, self.format, rotation=self.rotation, global_scale=global_scale)
+            else:
+                q = self._rows(self.quantized, first, w)
             for suffix, rows in layout.rows(q).items():
                 writer.write(f"{self.layer}.{suffix}", rows, first)
             w = w.to(torch.float32)
@@ -69,6 +78,11 @@ class WeightJob:
                 writer.write(f"{self.layer}.{suffix}", tensor)
         error, norm = squares.sqrt().tolist()
         return error / norm if norm else 0.0
+
+    @staticmethod
+    def _rows(q: QuantizedTensor, first: int, w: Tensor) -> QuantizedTensor:
+        rows = slice(first, first + w.shape[0])
+        return replace(q, codes=q.codes[rows], scales=q.scales[rows]).to(w.device)
 
     def _global_scale(self, device: torch.device) -> Tensor:
         r = self.rotation.to(device)

@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hadaquant.calibrate import METHODS
 from hadaquant.checkpoint import CheckpointReport, quantize_checkpoint
 from hadaquant.checkpoint.contents import number_free
 from hadaquant.checkpoint.model_plan import ModelPlan
+from hadaquant.cli.calibration import Calibration
 from hadaquant.cli.output import console, size
 from hadaquant.errors import CheckpointError
 from hadaquant.nn.select import DEFAULT_SKIP
@@ -36,14 +38,21 @@ def quantize(
         help="Layers to keep: whole dotted parts of a name such as layers.0 or mlp.*, or re:REGEX. May be repeated; "
         "replaces the default.",
     ),
+    weights: str = typer.Option(
+        "rtn", help=f"How weights get their codes: {', '.join(METHODS)}. All but rtn, the nearest, need --calibration."
+    ),
+    calibration: Path | None = typer.Option(
+        None, metavar="TEXT", help="UTF-8 text that the model is run on. Never one that it is evaluated on."
+    ),
+    windows: int = typer.Option(64, min=1, help="Windows of 512 tokens of the calibration text."),
     layout: str = typer.Option("native", help="native, or comfy for ComfyUI (int8 with none or regular:G)."),
     device: str = typer.Option("cpu", help="Where the arithmetic runs: cpu or cuda. The bytes are the same."),
     json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Write the report there as JSON too."),
 ) -> None:
     """Rotate and quantize the linears of a checkpoint, tensor by tensor.
 
-    Everything else is copied bit for bit. The model is never in memory whole, and OUT appears only when it is
-    complete.
+    Everything else is copied bit for bit. The model is never in memory whole, unless it is calibrated, and OUT appears
+    only when it is complete.
 
     Example: hadaquant quantize SmolLM2-135M SmolLM2-135M-int8 --format int8 --rotation regular:256, or --plan plan.json
     """
@@ -52,6 +61,8 @@ def quantize(
         raise typer.BadParameter("give --format and --rotation, or --plan")
     if plan is not None and rotation is not None:
         raise typer.BadParameter("--plan says the rotations; leave --rotation out")
+    if (weights == "rtn") != (calibration is None):
+        raise typer.BadParameter("--weights other than rtn and --calibration TEXT go together")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise CheckpointError(path=json_file, rule="its parent folder does not exist", fix="create it first")
     with (
@@ -71,6 +82,12 @@ def quantize(
         def progress(name: str, done: int, total: int) -> None:
             bar.update(task, description=number_free(name), completed=done, total=total)
 
+        def calibrated(name: str, done: int, total: int) -> None:
+            bar.update(task, description=f"calibrating {number_free(name)}, {done} of {total} layers", total=None)
+
+        better = None
+        if calibration is not None:
+            better = Calibration(source, calibration, weights, windows, device, calibrated)
         report = quantize_checkpoint(
             source,
             out,
@@ -80,9 +97,14 @@ def quantize(
             skip=skip,
             layout=layout,
             device=device,
+            codes=better,
             progress=progress,
         )
     show(report, console())
+    if better is not None:
+        console().print(better.summary())
+        for warning in better.warnings():
+            errors.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for layer in report.quantized:

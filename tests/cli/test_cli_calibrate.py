@@ -1,0 +1,75 @@
+"""quantize --weights: a text in, better codes out, in the same kind of folder."""
+
+import json
+
+import pytest
+import torch
+from test_cli_quantize import assert_error, run
+
+import hadaquant as hq
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny model and a text."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "study"))
+    from tiny_llama import byte_tokenizer, tiny_llama
+
+    root = tmp_path_factory.mktemp("calibrated")
+    tiny_llama().save_pretrained(root / "source")
+    byte_tokenizer().save_pretrained(root / "source")
+    (root / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 30)
+    (root / "short.txt").write_text("Too short.")
+    return root
+
+
+def quantize(folders, out, *options):
+    return run("quantize", folders / "source", out, "--format", "mxfp4", "--rotation", "sylvester:32", *options)
+
+
+def test_better_codes_in_the_same_kind_of_folder(folders, tmp_path):
+    plain, better, report = tmp_path / "plain", tmp_path / "better", tmp_path / "report.json"
+    assert quantize(folders, plain).exit_code == 0
+    result = quantize(
+        folders, better, "--weights", "gptq+search", "--calibration", folders / "text.txt", "--json", report
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "gptq+search on 2 windows of 512 tokens: mean error of the outputs 0." in " ".join(result.stdout.split())
+    assert {path.name for path in better.iterdir()} == {path.name for path in plain.iterdir()}
+    first, second = (json.loads((path / "config.json").read_text())["quantization_config"] for path in (plain, better))
+    assert first == second
+    assert {layer["format"] for layer in json.loads(report.read_text())["layers"] if layer["format"]} == {"mxfp4"}
+    models = [hq.load(path) for path in (plain, better)]
+    name = "model.layers.0.mlp.up_proj"
+    assert not torch.equal(*(model.get_submodule(name).codes for model in models))
+    assert torch.equal(*(model.get_input_embeddings().weight for model in models))
+
+
+def test_codes_in_the_folder_are_those_of_the_calibrated_model(folders, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hadaquant.calibrate import calibrate_, token_batches
+
+    out = tmp_path / "out"
+    options = ("--weights", "gptq", "--calibration", folders / "text.txt", "--windows", 1)
+    assert quantize(folders, out, *options).exit_code == 0
+    model = AutoModelForCausalLM.from_pretrained(folders / "source", dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(folders / "source")((folders / "text.txt").read_text())["input_ids"]
+    calibrate_(model, "mxfp4", "sylvester:32", token_batches(torch.tensor(tokens), 512, 1), "gptq")
+    stored = hq.load(out).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(stored[name], tensor), name
+
+
+def test_what_is_asked_must_go_together(folders, tmp_path):
+    out = tmp_path / "out"
+    assert quantize(folders, out, "--weights", "gptq").exit_code == 2
+    assert quantize(folders, out, "--calibration", folders / "text.txt").exit_code == 2
+    text = ("--calibration", folders / "short.txt")
+    assert_error(quantize(folders, out, "--weights", "gptq", *text), "short.txt", "shorter than one window")
+    text = ("--calibration", folders / "text.txt")
+    assert_error(quantize(folders, out, "--weights", "best", *text), "unknown method 'best'")
+    assert not out.exists()
