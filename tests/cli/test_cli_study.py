@@ -17,7 +17,7 @@ def run(*args):
 
 
 def test_a6_a7_digits_in_the_table():
-    result = run("--format", "nvfp4", "--rotation", "sylvester:16", "--case", "outlier-channels", "--case", "gaussian")
+    result = run("--formats", "nvfp4", "--rotations", "sylvester:16", "--case", "outlier-channels", "--case", "gaussian")
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.stdout.splitlines() if "sylvester:16" in line]
     assert lines == ROWS.splitlines()
@@ -39,8 +39,8 @@ def test_everything_as_json(tmp_path):
 def test_mistakes_are_one_line(tmp_path):
     for args, words in (
         (["--case", "cauchy"], "unknown case 'cauchy': choose one of outlier-channels"),
-        (["--format", "fp3"], "unknown format 'fp3'"),
-        (["--rotation", "regular:256", "--case", "gaussian"], "K=64 is not a multiple of the group 256"),
+        (["--formats", "fp3"], "unknown format 'fp3'"),
+        (["--rotations", "regular:256", "--case", "gaussian"], "K=64 is not a multiple of the group 256"),
         (["--case", "laplace", "--json", str(tmp_path / "none" / "x.json")], "No such file or directory"),
     ):
         result = run(*args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ from hadaquant.errors import CheckpointError
 from hadaquant.study.cases import Case
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.models import ModelRow
+from hadaquant.study.perplexity import Gain
 from hadaquant.study.sweep import Row
+from hadaquant.study.trials import Outcome, Trial
+from hadaquant.study.verdict import FormatVerdict
 
 _COLOURS = {"yes": "green", "no": "red", "no difference": "dim"}
 
@@ -98,6 +101,62 @@ def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
             f"{r.tokens_per_second:.0f}",
             "" if row.gain is None else f"{row.gain.mean:+.4f} {between((row.gain.low, row.gain.high), '+.4f')}",
             "" if row.helps is None else coloured(row.helps),
+        )
+    return table
+
+
+def verdict_table(verdicts: Iterable[FormatVerdict], outcome: Outcome | None) -> Table:
+    """What the layers say of each format, and whether the model agrees."""
+    table = Table(
+        title="Does the rotation help?",
+        box=box.SIMPLE_HEAD,
+        caption=f"A layer says yes or no of its best rotation when its output's noise changes by more than {MARGIN_DB} "
+        "dB, and the whole bootstrap interval lies on that side. Noise: the mean over layers, all of them rotated "
+        "so.",
+        caption_justify="left",
+    )
+    for heading in ("format", "rotation"):
+        table.add_column(heading)
+    for heading in ("layers yes", "no", "no difference", "noise, dB"):
+        table.add_column(heading, justify="right")
+    for heading in ("by the layers", "by the model"):
+        table.add_column(heading)
+    tested = {} if outcome is None else {t.verdict.format: t for t in outcome.formats}
+    for v in verdicts:
+        trial = tested.get(v.format)
+        model = "untested" if trial is None else coloured(trial.helps)
+        if trial is not None:
+            model += ": confirmed" if trial.confirmed else ": the layers' verdict is withdrawn"
+        counts = [str(v.layers[answer]) for answer in ("yes", "no", "no difference")]
+        table.add_row(v.format, v.rotation, *counts, f"{-v.gain_db:+.1f}", coloured(v.helps), model)
+    return table
+
+
+def trial_table(trials: Sequence[Trial], text: str) -> Table:
+    """Variants of a model on a text, each beside the unquantized one."""
+    full = trials[0].result
+    table = Table(
+        title=f"The model on {escape(text)}: {full.windows} windows, {full.losses.numel()} predicted tokens",
+        box=box.SIMPLE_HEAD,
+        caption="[…] hold 95 % of what other windows of the text would give. Gain: nats a token over the same format "
+        "without rotation.",
+        caption_justify="left",
+    )
+    for heading in ("format", "rotation"):
+        table.add_column(heading)
+    for heading in ("perplexity", "KL", "same", "gain"):
+        table.add_column(heading, justify="right")
+    plain = {t.format: t.result for t in trials if t.rotation == "none"}
+    for trial in trials:
+        r, before = trial.result, plain.get(trial.format)
+        gain = None if before is None or trial.rotation == "none" else Gain.of(before, r)
+        table.add_row(
+            trial.format,
+            trial.rotation,
+            f"{r.perplexity:.2f} {between(r.interval, '.2f')}",
+            "" if r.divergence is None else f"{r.divergence.mean():.4f}",
+            "" if r.agreement is None else f"{r.agreement.mean():.1%}",
+            "" if gain is None else f"{gain.mean:+.4f} {between((gain.low, gain.high), '+.4f')}",
         )
     return table
 

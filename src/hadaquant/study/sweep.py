@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
 from hadaquant.formats import Format, get_format
 from hadaquant.ops import quantize
-from hadaquant.rotation import Rotation, parse
+from hadaquant.rotation import Rotation
 from hadaquant.study.cases import Case
 from hadaquant.study.metrics import Helps, helps, quiet_error, relative_l2, sqnr_db
+from hadaquant.study.rotations import as_rotation
 from hadaquant.tensor import QuantizedTensor
 
 #: In the order of the table.
@@ -54,22 +53,6 @@ class Row:
     def to_dict(self) -> dict[str, object]:
         """Fields and derived values for JSON."""
         return {**asdict(self), "plain_db": self.plain_db, "rotated_db": self.rotated_db, "helps": self.helps}
-
-
-def random_orthogonal(group: int, seed: int = 0) -> Rotation:
-    """A random orthogonal matrix: Q of ``torch.linalg.qr`` of a gaussian float64 matrix of a seed."""
-    gaussian = torch.randn(group, group, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return Rotation("matrix", matrix=torch.linalg.qr(gaussian).Q)
-
-
-def as_rotation(spec: str) -> Rotation:
-    """The rotation of a spec, where ``matrix:G`` means :func:`random_orthogonal`.
-
-    Raises:
-        RotationError: the string is no rotation.
-    """
-    kind, _, group = spec.partition(":")
-    return random_orthogonal(int(group)) if kind == "matrix" and group.isdecimal() else parse(spec)
 
 
 def compare(case: Case, format: str | Format, rotations: Iterable[str | Rotation]) -> list[Row]:

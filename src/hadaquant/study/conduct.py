@@ -1,0 +1,198 @@
+"""The whole study of a model folder: layers, verdict, test on the model, plan, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hadaquant.checkpoint.model_plan import ModelPlan, fingerprint
+from hadaquant.checkpoint.source import Checkpoint
+from hadaquant.errors import CheckpointError
+from hadaquant.formats import get_format
+from hadaquant.nn.select import DEFAULT_SKIP
+from hadaquant.study.budget import Selection, select
+from hadaquant.study.layers import LayerResult
+from hadaquant.study.models import ModelFolder
+from hadaquant.study.perplexity import read_tokens
+from hadaquant.study.rotations import as_rotation
+from hadaquant.study.run import Linears, Progress, Settings, StudyFolder, digest, linears_of, study_layers
+from hadaquant.study.trials import Bench, FormatTrial, Outcome, Trial, choice_of, try_formats, try_plan
+from hadaquant.study.verdict import FormatVerdict, verdicts
+
+FORMATS = ("int8", "nvfp4", "mxfp4")
+ROTATIONS = ("none", "sylvester:16", "sylvester:64", "regular:64", "regular:256", "random:64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a model.
+
+    Attributes:
+        model: its folder.
+        calibration: UTF-8 text whose inputs the linears are measured on.
+        out: the study's folder; a run that was killed goes on in it.
+        text: another text, to test the verdict on; None leaves it untested.
+        tokens: use only the first tokens of ``text``.
+        formats, rotations: to measure.
+        bits, target_db: limits of the plan; see :func:`hadaquant.study.budget.select`.
+        windows, window, rows: see :class:`Settings`.
+        skip, only: patterns of linears to leave alone, and to study if given.
+        device: where the model is.
+    """
+
+    model: Path
+    calibration: Path
+    out: Path
+    text: Path | None = None
+    tokens: int | None = None
+    formats: Sequence[str] = FORMATS
+    rotations: Sequence[str] = ROTATIONS
+    bits: float | None = None
+    target_db: float | None = None
+    windows: int = 16
+    window: int = 512
+    rows: int = 256
+    skip: Sequence[str] = DEFAULT_SKIP
+    only: Sequence[str] = ()
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found. ``outcome`` and ``planned`` are None where there was no text to test on."""
+
+    settings: Settings
+    text: str | None
+    results: list[LayerResult]
+    verdicts: list[FormatVerdict]
+    outcome: Outcome | None
+    selection: Selection
+    limits: dict[str, float]
+    planned: Trial | None
+    kept: dict[str, str]
+
+    @property
+    def trials(self) -> list[Trial]:
+        """All variants of the model that were tried."""
+        return [] if self.outcome is None else [*self.outcome.trials, *([self.planned] if self.planned else [])]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict."""
+        if self.outcome is None:
+            said = "; ".join(f"{v.format}: {v.helps}, {_by_layers(v)}" for v in self.verdicts)
+            return f"{said or 'No rotation was measured'}. Untested on the model: no text was given."
+        return "; ".join(f"{t.verdict.format}: {t.helps}, {self._by_model(t)}" for t in self.outcome.formats) + "."
+
+    def _by_model(self, trial: FormatTrial) -> str:
+        found = {t.rotation: t.result.perplexity for t in self.trials if t.format == trial.verdict.format}
+        rotation = trial.best if trial.helps == "yes" else trial.verdict.rotation
+        said = f"perplexity {found['none']:.2f} plain, {found[rotation]:.2f} rotated ({rotation})"
+        return said if trial.confirmed else f"{said}, though the layers said {trial.verdict.helps}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything for JSON."""
+        return {
+            "verdict": self.sentence,
+            "settings": self.settings.to_dict(),
+            "text": self.text,
+            "formats": [v.to_dict() for v in self.verdicts],
+            "tested": None if self.outcome is None else [t.to_dict() for t in self.outcome.formats],
+            "trials": [t.to_dict() for t in self.trials],
+            "plan": {"bits": self.selection.bits, "db": self.selection.db, **self.limits},
+            "layers": [r.to_dict() for r in self.results],
+            "kept": self.kept,
+        }
+
+    def plan(self) -> ModelPlan:
+        """The plan, for ``quantize``."""
+        about = {
+            "verdict": self.sentence,
+            "limits": self.limits,
+            "bits": round(self.selection.bits, 4),
+            "db": round(self.selection.db, 2),
+            "settings": self.settings.to_dict(),
+        }
+        layers = {name: choice_of(cell) for name, cell in self.selection.cells.items()}
+        names = {"model": self.settings.model, "fingerprint": self.settings.fingerprint}
+        return ModelPlan(**names, layers=layers, kept=self.kept, about=about)
+
+
+def _by_layers(verdict: FormatVerdict) -> str:
+    return f"{verdict.rotation} changes the outputs' noise by {-verdict.gain_db:+.1f} dB"
+
+
+def conduct(
+    question: Question,
+    progress: Progress = lambda name, done, total: None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Answer:
+    """Run what is left of a study, and write its plan.
+
+    Args:
+        question: what is asked.
+        progress: hears each layer.
+        tell: hears what else is done.
+
+    Raises:
+        CheckpointError: a folder or text that cannot be used, or a text that is too short.
+        UnknownChoice, RotationError, PatternError: a name that means nothing.
+        LayerError: nothing to study.
+        PlanError: the limits cannot be met.
+        MissingExtra: transformers is not installed.
+    """
+    q = question
+    for format in q.formats:
+        get_format(format)
+    for rotation in q.rotations:
+        as_rotation(rotation)
+    tell(f"loading {q.model}")
+    source = ModelFolder.open(q.model)
+    checkpoint, tokenizer = Checkpoint.open(q.model), source.tokenizer()
+    ids = read_tokens(q.calibration, tokenizer, q.window)
+    text = None if q.text is None else read_tokens(q.text, tokenizer, q.window, q.tokens)
+    if q.text is not None and q.text.read_bytes() == q.calibration.read_bytes():
+        raise CheckpointError(path=q.text, rule="is the calibration text too", fix="test on text never calibrated on")
+    settings = Settings(
+        model=q.model.resolve().name,
+        fingerprint=fingerprint(checkpoint),
+        calibration=q.calibration.name,
+        digest=digest(ids),
+        formats=tuple(q.formats),
+        rotations=tuple(q.rotations),
+        windows=q.windows,
+        window=q.window,
+        rows=q.rows,
+    )
+    folder = StudyFolder(q.out)
+    model = source.load(q.device)
+    linears = linears_of(checkpoint, model, q.skip, q.only)
+    folder.begin(settings)
+    results = study_layers(folder, settings, model, linears, ids, progress)
+    bench = None if text is None else Bench(folder, model, linears, text, q.window, tell)
+    answer = _answer(q, settings, linears, results, bench)
+    answer.plan().write(q.out / "plan.json")
+    return answer
+
+
+def _answer(
+    q: Question, settings: Settings, linears: Linears, results: list[LayerResult], bench: Bench | None
+) -> Answer:
+    outcome = None if bench is None else try_formats(bench, results)
+    limits = {name: value for name, value in (("bits", q.bits), ("target_db", q.target_db)) if value is not None}
+    measured = dict.fromkeys(f for r in results for f in r.formats)
+    allowed = None if outcome is None else {**{f: ["none"] for f in measured}, **outcome.allowed}
+    selection = select(results, **limits, allowed=allowed)
+    return Answer(
+        settings=settings,
+        text=None if q.text is None else q.text.name,
+        results=results,
+        verdicts=verdicts(results),
+        outcome=outcome,
+        selection=selection,
+        limits=limits,
+        planned=None if bench is None else try_plan(bench, selection),
+        kept={**linears.kept, **{r.name: r.skipped for r in results if r.skipped}},
+    )
