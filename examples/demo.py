@@ -49,7 +49,7 @@ def quantize(out: Path, rotation: str) -> float:
 def verdict(rows: list[dict[str, Any]]) -> str:
     """One line on whether the rotation helps."""
     source, plain, rotated = rows
-    gain = rotated["gain"]
+    gain = rotated["gain"]["loss"]
     return (
         f"rotation helps: {rotated['helps']} (INT8 perplexity {plain['perplexity']:.2f} plain, "
         f"{rotated['perplexity']:.2f} rotated, full precision {source['perplexity']:.2f}; "

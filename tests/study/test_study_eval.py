@@ -41,8 +41,10 @@ def test_eval_prints_source_and_quantized_models(tiny, tmp_path):
     assert [r["source"] for r in rows] == [None, str(tiny.source), str(tiny.source)]
     # only the rotated one has an unrotated one to be compared with
     assert [r["gain"] is None for r in rows] == [True, True, False]
-    assert rows[2]["gain"]["mean"] == pytest.approx(rows[1]["nll"] - rows[2]["nll"])
-    assert rows[2]["gain"]["low"] <= rows[2]["gain"]["mean"] <= rows[2]["gain"]["high"]
+    assert rows[2]["gain"]["loss"]["mean"] == pytest.approx(rows[1]["nll"] - rows[2]["nll"])
+    assert rows[2]["gain"]["divergence"]["mean"] == pytest.approx(rows[1]["divergence"] - rows[2]["divergence"])
+    for gain in (rows[2]["gain"]["loss"], rows[2]["gain"]["divergence"]):
+        assert gain["low"] <= gain["mean"] <= gain["high"]
     # the source beside nothing, the others beside it
     assert ["divergence" in r for r in rows] == [False, True, True]
     assert all(0 < r["divergence"] < 0.1 and 0.8 < r["agreement"] <= 1 for r in rows[1:])

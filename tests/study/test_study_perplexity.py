@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hadaquant as hq
 from hadaquant.errors import CheckpointError, LayerError, ShapeError
-from hadaquant.study import Gain, Perplexity, perplexity
+from hadaquant.study import Comparison, Gain, Perplexity, perplexity
 from hadaquant.study.perplexity import read_tokens
 
 
@@ -115,18 +115,36 @@ def test_a_model_beside_itself_does_not_diverge(model, ids):
 
 def test_gain_is_paired():
     before, after = result(1.0, 5.0, 9.0, 3.0), result(0.9, 4.8, 8.9, 2.8)
-    gain = Gain.of(before, after)
-    assert gain.mean == pytest.approx(0.15)
+    gain = Comparison.of(before, after)
+    assert gain.loss.mean == pytest.approx(0.15)
     # resamples of the differences 0.1, 0.2, 0.1, 0.2, not of the losses, which are 1 to 9
-    assert gain.low == pytest.approx(0.1) and gain.high == pytest.approx(0.2)
-    assert gain.helps == "yes"
-    assert Gain.of(after, before).helps == "no"
+    assert gain.loss.low == pytest.approx(0.1) and gain.loss.high == pytest.approx(0.2)
+    assert gain.divergence is None and gain.helps == "yes"
+    assert Comparison.of(after, before).helps == "no"
 
 
 def test_gain_is_no_difference_where_its_interval_holds_zero():
     assert Gain(mean=0.1, low=-0.01, high=0.21).helps == "no difference"
     assert Gain(mean=0.0, low=0.0, high=0.0).helps == "no difference"
     assert Gain(mean=math.nan, low=math.nan, high=math.nan).helps == "no difference"
+
+
+def test_loss_and_divergence_speak_together():
+    better, worse, unsure = (
+        Gain(mean=1, low=0.5, high=2),
+        Gain(mean=-1, low=-2, high=-0.5),
+        Gain(mean=0, low=-1, high=1),
+    )
+    for loss, divergence, helps in (
+        (better, better, "yes"),
+        (unsure, better, "yes"),
+        (better, unsure, "yes"),
+        (unsure, worse, "no"),
+        (unsure, unsure, "no difference"),
+        (better, worse, "no difference"),
+        (worse, None, "no"),
+    ):
+        assert Comparison(loss=loss, divergence=divergence).helps == helps
 
 
 def test_interval_has_the_width_of_the_normal_one():
@@ -150,7 +168,7 @@ def test_few_windows_are_cut_into_pieces():
 
 def test_gain_needs_one_text():
     with pytest.raises(ShapeError, match="use one text"):
-        Gain.of(result(1.0, 2.0), result(1.0))
+        Comparison.of(result(1.0, 2.0), result(1.0))
 
 
 def test_perplexity_beyond_float64_is_infinite():

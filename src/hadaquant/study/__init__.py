@@ -2,12 +2,13 @@
 
 from hadaquant.study.cases import Case, all_cases, narrow_cases, wide_cases
 from hadaquant.study.metrics import helps, quiet_error, relative_l2, sqnr_db
-from hadaquant.study.perplexity import Gain, Perplexity, perplexity
+from hadaquant.study.perplexity import Comparison, Gain, Perplexity, perplexity
 from hadaquant.study.rotations import random_orthogonal
 from hadaquant.study.sweep import Row, compare, sweep
 
 __all__ = [
     "Case",
+    "Comparison",
     "Gain",
     "Perplexity",
     "Row",

@@ -87,10 +87,13 @@ class Answer:
         return "; ".join(f"{t.verdict.format}: {t.helps}, {self._by_model(t)}" for t in self.outcome.formats) + "."
 
     def _by_model(self, trial: FormatTrial) -> str:
-        found = {t.rotation: t.result.perplexity for t in self.trials if t.format == trial.verdict.format}
+        found = {t.rotation: t.result for t in self.trials if t.format == trial.verdict.format}
         rotation = trial.best if trial.helps == "yes" else trial.verdict.rotation
-        said = f"perplexity {found['none']:.2f} plain, {found[rotation]:.2f} rotated ({rotation})"
-        return said if trial.confirmed else f"{said}, though the layers said {trial.verdict.helps}"
+        before, after = found["none"], found[rotation]
+        said = f"{rotation} takes perplexity from {before.perplexity:.2f} to {after.perplexity:.2f}"
+        if before.divergence is not None and after.divergence is not None:
+            said += f" and KL from {before.divergence.mean():.4f} to {after.divergence.mean():.4f}"
+        return said if trial.status == "confirmed" else f"{said}, though the layers said {trial.verdict.helps}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything for JSON."""

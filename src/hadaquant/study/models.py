@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra
 from hadaquant.nn import RotatedLinear
 from hadaquant.study.metrics import Helps
-from hadaquant.study.perplexity import Full, Gain, Perplexity, logits_of, perplexity
+from hadaquant.study.perplexity import Comparison, Full, Perplexity, logits_of, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class ModelRow:
     rotation: str
     result: Perplexity
     nbytes: int
-    gain: Gain | None = None
+    gain: Comparison | None = None
 
     @property
     def helps(self) -> Helps | None:
@@ -159,7 +159,7 @@ class ModelRow:
             "rotation": self.rotation,
             **self.result.to_dict(),
             "bytes": self.nbytes,
-            "gain": None if self.gain is None else asdict(self.gain),
+            "gain": None if self.gain is None else self.gain.to_dict(),
             "helps": self.helps,
         }
 
@@ -222,8 +222,8 @@ def with_gains(rows: Iterable[ModelRow]) -> list[ModelRow]:
     rows = list(rows)
     plain = {(row.source, row.format): row.result for row in rows if row.rotation == "none"}
 
-    def gain(row: ModelRow) -> Gain | None:
+    def gain(row: ModelRow) -> Comparison | None:
         before = plain.get((row.source, row.format))
-        return None if before is None or row.rotation == "none" else Gain.of(before, row.result)
+        return None if before is None or row.rotation == "none" else Comparison.of(before, row.result)
 
     return [replace(row, gain=gain(row)) for row in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +97,37 @@ def _exp(nll: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """By how much one model's loss lies below another's on the same tokens.
+    """By how much one model is better than another on the same tokens, in nats a token.
 
-    ``mean``: nats a token, positive where the second model is better. ``low``, ``high``: its interval, a
-    bootstrap over windows of the pairs' differences. The pairs share the text, whose variance drops out.
+    ``mean``: positive where the second model is better. ``low``, ``high``: its interval, a bootstrap over windows of
+    the pairs' differences. The pairs share the text, whose variance drops out.
     """
 
     mean: float
     low: float
     high: float
 
+    @property
+    def helps(self) -> Helps:
+        """On which side of zero the whole interval lies."""
+        if self.low > 0:
+            return "yes"
+        return "no" if self.high < 0 else "no difference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two models on the same tokens: the fall in loss, and in distance from the full model where that was beside both.
+
+    The loss is what counts; the distance says more of a short text, because it does not depend on which token came.
+    """
+
+    loss: Gain
+    divergence: Gain | None = None
+
     @classmethod
-    def of(cls, before: Perplexity, after: Perplexity) -> Gain:
-        """The gain from ``before`` to ``after``.
+    def of(cls, before: Perplexity, after: Perplexity) -> Comparison:
+        """From ``before`` to ``after``.
 
         Raises:
             ShapeError: they were measured on different numbers of tokens.
@@ -118,16 +136,27 @@ class Gain:
             raise ShapeError(
                 what="losses", found=tuple(after.losses.shape), expected=tuple(before.losses.shape), fix="use one text"
             )
-        fall = before.losses - after.losses
-        low, high = before.over_windows(fall)
-        return cls(mean=fall.mean().item(), low=low, high=high)
+
+        def gain(old: Tensor, new: Tensor) -> Gain:
+            low, high = before.over_windows(old - new)
+            return Gain(mean=(old - new).mean().item(), low=low, high=high)
+
+        both = before.divergence is not None and after.divergence is not None
+        return cls(
+            loss=gain(before.losses, after.losses),
+            divergence=gain(before.divergence, after.divergence) if both else None,  # type: ignore[arg-type]
+        )
 
     @property
     def helps(self) -> Helps:
-        """On which side of zero the whole interval lies."""
-        if self.low > 0:
-            return "yes"
-        return "no" if self.high < 0 else "no difference"
+        """What one of the two says for sure and the other does not deny."""
+        said: set[Helps] = {gain.helps for gain in (self.loss, self.divergence) if gain is not None}
+        said.discard("no difference")
+        return said.pop() if len(said) == 1 else "no difference"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields for JSON."""
+        return {**asdict(self), "helps": self.helps}
 
 
 @torch.inference_mode()

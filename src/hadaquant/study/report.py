@@ -18,7 +18,7 @@ from hadaquant.errors import CheckpointError
 from hadaquant.study.cases import Case
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.models import ModelRow
-from hadaquant.study.perplexity import Gain
+from hadaquant.study.perplexity import Comparison
 from hadaquant.study.sweep import Row
 from hadaquant.study.trials import Outcome, Trial
 from hadaquant.study.verdict import FormatVerdict
@@ -79,13 +79,13 @@ def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
         title=escape(title),
         box=box.SIMPLE_HEAD,
         caption="[…] hold 95 % of what other windows of the text would give. KL: nats a token from the source's "
-        "predictions; same: predictions with its most likely token. Gain: nats a token against the same format "
-        "without rotation. A rotation helps when the whole interval lies above zero.",
+        "predictions; same: predictions with its most likely token. Gain: nats a token over the same format without "
+        "rotation, in loss and in KL. A rotation helps when one interval lies above zero and none below.",
         caption_justify="left",
     )
     for heading in ("model", "format", "rotation"):
         table.add_column(heading, overflow="fold")
-    for heading in ("perplexity", "KL", "same", "weights", "tokens/s", "gain"):
+    for heading in ("perplexity", "KL", "same", "weights", "tokens/s", "gain", "KL gain"):
         table.add_column(heading, justify="right")
     table.add_column("rotation helps")
     for row in rows:
@@ -99,7 +99,7 @@ def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
             "" if r.agreement is None else f"{r.agreement.mean():.1%}",
             f"{row.nbytes / 2**20:.1f} MiB",
             f"{r.tokens_per_second:.0f}",
-            "" if row.gain is None else f"{row.gain.mean:+.4f} {between((row.gain.low, row.gain.high), '+.4f')}",
+            *gains(row.gain),
             "" if row.helps is None else coloured(row.helps),
         )
     return table
@@ -126,7 +126,7 @@ def verdict_table(verdicts: Iterable[FormatVerdict], outcome: Outcome | None) ->
         trial = tested.get(v.format)
         model = "untested" if trial is None else coloured(trial.helps)
         if trial is not None:
-            model += ": confirmed" if trial.confirmed else ": the layers' verdict is withdrawn"
+            model += f": {trial.status}"
         counts = [str(v.layers[answer]) for answer in ("yes", "no", "no difference")]
         table.add_row(v.format, v.rotation, *counts, f"{-v.gain_db:+.1f}", coloured(v.helps), model)
     return table
@@ -139,26 +139,33 @@ def trial_table(trials: Sequence[Trial], text: str) -> Table:
         title=f"The model on {escape(text)}: {full.windows} windows, {full.losses.numel()} predicted tokens",
         box=box.SIMPLE_HEAD,
         caption="[…] hold 95 % of what other windows of the text would give. Gain: nats a token over the same format "
-        "without rotation.",
+        "without rotation, in loss and in KL.",
         caption_justify="left",
     )
     for heading in ("format", "rotation"):
         table.add_column(heading)
-    for heading in ("perplexity", "KL", "same", "gain"):
+    for heading in ("perplexity", "KL", "same", "gain", "KL gain"):
         table.add_column(heading, justify="right")
     plain = {t.format: t.result for t in trials if t.rotation == "none"}
     for trial in trials:
         r, before = trial.result, plain.get(trial.format)
-        gain = None if before is None or trial.rotation == "none" else Gain.of(before, r)
+        gain = None if before is None or trial.rotation == "none" else Comparison.of(before, r)
         table.add_row(
             trial.format,
             trial.rotation,
             f"{r.perplexity:.2f} {between(r.interval, '.2f')}",
             "" if r.divergence is None else f"{r.divergence.mean():.4f}",
             "" if r.agreement is None else f"{r.agreement.mean():.1%}",
-            "" if gain is None else f"{gain.mean:+.4f} {between((gain.low, gain.high), '+.4f')}",
+            *gains(gain),
         )
     return table
+
+
+def gains(comparison: Comparison | None) -> list[str]:
+    """Two cells: the gain in loss and in divergence."""
+    both = () if comparison is None else (comparison.loss, comparison.divergence)
+    cells = ["" if g is None else f"{g.mean:+.4f} {between((g.low, g.high), '+.4f')}" for g in both]
+    return [*cells, "", ""][:2]
 
 
 def between(ends: tuple[float, float], spec: str) -> str:

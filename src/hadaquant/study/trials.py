@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from hadaquant.nn import RotatedLinear
 from hadaquant.study.budget import Allowed, Selection, select
 from hadaquant.study.layers import Cell, LayerResult
 from hadaquant.study.metrics import Helps
-from hadaquant.study.perplexity import Gain, Perplexity, logits_of, perplexity
+from hadaquant.study.perplexity import Comparison, Perplexity, logits_of, perplexity
 from hadaquant.study.rotations import of_name
 from hadaquant.study.run import Linears, StudyFolder, digest
 from hadaquant.study.verdict import FormatVerdict, verdicts
@@ -49,17 +49,17 @@ class FormatTrial:
 
     Attributes:
         verdict: of the layers.
-        gains: in nats a token over no rotation, by rotation: the layers' favourite, and each layer's own.
+        gains: over no rotation, by rotation: the layers' favourite, and each layer's own.
     """
 
     verdict: FormatVerdict
-    gains: Mapping[str, Gain]
+    gains: Mapping[str, Comparison]
 
     @property
     def best(self) -> str:
-        """The rotation that gains most for sure; ``none`` if none does."""
+        """The rotation that brings the model nearest to the full one, of those that help for sure; or ``none``."""
         sure = [rotation for rotation, gain in self.gains.items() if gain.helps == "yes"]
-        return max(sure, key=lambda rotation: self.gains[rotation].mean, default="none")
+        return max(sure, key=lambda rotation: self.gains[rotation].divergence.mean, default="none")  # type: ignore[union-attr]
 
     @property
     def helps(self) -> Helps:
@@ -69,19 +69,21 @@ class FormatTrial:
         return "no" if self.gains[self.verdict.rotation].helps == "no" else "no difference"
 
     @property
-    def confirmed(self) -> bool:
-        """Whether the model says what the layers said."""
-        return self.helps == self.verdict.helps
+    def status(self) -> Literal["confirmed", "not confirmed", "withdrawn"]:
+        """What becomes of the layers' verdict: the model says the same, cannot tell, or says something else."""
+        if self.helps == self.verdict.helps:
+            return "confirmed"
+        return "not confirmed" if self.helps == "no difference" else "withdrawn"
 
     @property
     def allowed(self) -> Sequence[str] | None:
-        """The rotations that a plan may use, as :func:`select` takes them."""
-        return None if self.best == PER_LAYER else [self.best]
+        """The rotations that a plan may use, as :func:`select` takes them: all, where the model cannot tell."""
+        return None if self.best == PER_LAYER or self.helps == "no difference" else [self.best]
 
     def to_dict(self) -> dict[str, Any]:
         """Fields for JSON."""
-        gains = {name: {**vars(gain), "helps": gain.helps} for name, gain in self.gains.items()}
-        return {"format": self.verdict.format, "helps": self.helps, "confirmed": self.confirmed, "gains": gains}
+        gains = {name: gain.to_dict() for name, gain in self.gains.items()}
+        return {"format": self.verdict.format, "helps": self.helps, "status": self.status, "gains": gains}
 
 
 class Bench:
@@ -209,7 +211,7 @@ def try_formats(bench: Bench, results: Sequence[LayerResult]) -> Outcome:
         rotated = trial(verdict.rotation, _uniform(results, verdict.format, verdict.rotation))
         own = trial(PER_LAYER, _own(results, verdict.format))
         trials += [plain, rotated, own]
-        gains = {t.rotation: Gain.of(plain.result, t.result) for t in (rotated, own)}
+        gains = {t.rotation: Comparison.of(plain.result, t.result) for t in (rotated, own)}
         formats.append(FormatTrial(verdict=verdict, gains=gains))
     return Outcome(trials=trials, formats=formats)
 
