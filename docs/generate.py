@@ -10,6 +10,7 @@ is old.
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import sys
 from collections.abc import Iterable
@@ -21,10 +22,12 @@ from hadaquant import formats, rotation
 from hadaquant.bench import Case, Op, Result, latest, read
 from hadaquant.bench.plot import LABELS, draw
 from hadaquant.bench.report import size
+from hadaquant.bench.results import WHERE
 from hadaquant.formats import FORMATS, Format
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEED = ROOT / "benchmarks" / "results" / "speed.jsonl"
+MODEL = ROOT / "benchmarks" / "results" / "model.jsonl"
 BEGIN, END = "<!-- speed: written by make docs -->\n", "<!-- end of speed -->\n"
 
 #: README.md's rows, the best and the worst among them; docs/speed.md has all.
@@ -115,7 +118,7 @@ def speed_page() -> str:
             lines += ["", f"![{text}]({name})"]
     for op, section in groupby(found, key=lambda result: result.op):
         lines += ["", f"## {op.title[0].upper()}{op.title[1:]}", "", *speed_section(op, list(section))]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *model_section()]) + "\n"
 
 
 SPEED_HEAD = """
@@ -143,6 +146,45 @@ PICTURES = {
         ("roofline", "products under the measured roofs"),
     )
 }
+
+
+def model_section() -> list[str]:
+    """What benchmarks/model_on_gpu.py found of real models, the newest of each."""
+    if not MODEL.exists():
+        return []
+    found = [json.loads(line) for line in MODEL.read_text(encoding="utf-8").splitlines()]
+    key = ("what", "model", "format", "rotation", "prompt", "variant")
+    newest = list({tuple(row.get(name) for name in key): row for row in found}.values())
+    lines = ["", "## A real model", "", *MODEL_TEXT.strip().splitlines(), ""]
+    rows = []
+    for row in (row for row in newest if row["what"] == "greedy"):
+        first = row.get("first_difference")
+        numbers = (f"{row[name]:.2g}" for name in ("largest_logit_difference", "smallest_margin"))
+        margin = "" if first is None else f"{first['margin']:.2g}"
+        same = f"{row['same_tokens']} of {row['tokens']}"
+        rows.append((row["model"], f"{row['format']}, {row['rotation']}", row["prompt"], same, *numbers, margin))
+    head = (
+        "model",
+        "format",
+        "prompt",
+        "same tokens",
+        "logits differ by",
+        "smallest margin",
+        "margin where tokens part",
+    )
+    lines += table(head, rows)
+    speeds = [row for row in newest if row["what"] == "decode"]
+    if speeds:
+        rows = [(row["model"], row["variant"], f"{row['tokens_a_second']:.0f}") for row in speeds]
+        lines += ["", *table(("model", "weights", "tokens a second, batch 1, CUDA graphs"), rows)]
+    return [*lines, "", *(f"* {place}" for place in dict.fromkeys(WHERE.format(**row) for row in newest))]
+
+
+MODEL_TEXT = """
+Greedy tokens on the GPU and on the CPU, both in float32, of one quantized folder (`python benchmarks/model_on_gpu.py`).
+The linears are the same to the bit for the same input; attention and norms add in other orders, which can move a code
+by one. Logits are compared while all tokens before them agree; the margin is between the two best.
+"""
 
 
 def speed_section(op: Op, found: list[Result]) -> list[str]:

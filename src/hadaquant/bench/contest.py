@@ -24,7 +24,7 @@ class Absent(Exception):
 class Variant:
     """One way to do a case: calls over different buffers, and a check of the first one's answer.
 
-    ``check`` returns what is wrong, or None. ``ours`` says that a wrong answer is our fault, whoever's idea it is.
+    ``check`` returns what is wrong, or None. ``ours``: a wrong answer is a fault of this repository.
     """
 
     calls: Sequence[Call]
@@ -34,17 +34,15 @@ class Variant:
 
 @dataclass
 class Contest:
-    """All ways to do a case. A variant is built when its turn comes, and may be :class:`Absent`.
+    """All ways to do a case, ours first. A variant is built when its turn comes, and may be :class:`Absent`.
 
-    ``bytes``: the least that must move; ``flops``: operations of the product; ``host``: whether a call is short
-    enough for its cost on the host to matter.
+    ``bytes``: the least that must move; ``flops``: operations of the products.
     """
 
     variants: dict[str, Callable[[], Variant]]
     timings: tuple[str, ...]
     bytes: int | None = None
     flops: int | None = None
-    host: bool = True
 
 
 def buffers(device: torch.device, nbytes: int, most: int = 64) -> int:

@@ -132,7 +132,7 @@ def block(case: Case, device: torch.device) -> Contest:
         "ours_front_ends": ours_front_ends,
         "torch_bf16": lambda: Variant([step(models.dense)]),
     }
-    return Contest(variants, timings_of(device), flops=models.flops, host=False)
+    return Contest(variants, timings_of(device), flops=models.flops)
 
 
 def block_linears(case: Case, device: torch.device) -> Contest:
@@ -153,4 +153,4 @@ def block_linears(case: Case, device: torch.device) -> Contest:
         "ours": lambda: Variant([over(models.ours)], models.check),
         "torch_bf16": lambda: Variant([over(models.dense)]),
     }
-    return Contest(variants, timings_of(device), flops=models.linear_flops, host=False)
+    return Contest(variants, timings_of(device), flops=models.linear_flops)

@@ -10,6 +10,9 @@ from pathlib import Path
 from hadaquant.bench.cases import OPS, Case, Op
 from hadaquant.errors import CheckpointError
 
+#: Where and with what a row was measured.
+WHERE = "{gpu}, torch {torch}, Triton {triton}, {date}, revision {git}"
+
 
 @dataclass
 class Result:
@@ -46,8 +49,7 @@ def results(rows: Iterable[dict]) -> list[Result]:
             rotation=row["rotation"],
             front_end=row.get("front_end"),
         )
-        where = "{gpu}, torch {torch}, Triton {triton}, {date}, revision {git}".format(**row)
-        new = Result(case, row["timing"], row["run"], where, row["bytes"], row["flops"])
+        new = Result(case, row["timing"], row["run"], WHERE.format(**row), row["bytes"], row["flops"])
         result = found.setdefault((row["run"], case, row["timing"]), new)
         result.ms[row["variant"]] = row["ms"]
         if row["host_us"] is not None:

@@ -9,18 +9,20 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hadaquant.bench import model, products, rows
+from hadaquant.bench import model, products
+from hadaquant.bench import rows as row_contests
 from hadaquant.bench.cases import OPS, Case
 from hadaquant.bench.contest import Absent, Contest, Variant
 from hadaquant.bench.record import append, environment
 from hadaquant.bench.timing import Timer, host_us, race, timer
 
 CONTESTS: dict[str, Callable[[Case, torch.device], Contest]] = {
-    "rotate_quantize": rows.rotate_quantize,
-    "front_end": rows.front_end,
+    "rotate_quantize": row_contests.rotate_quantize,
+    "front_end": row_contests.front_end,
     "gemm": products.gemm,
     "linear": products.linear,
     "block": model.block,
@@ -39,7 +41,7 @@ Tell = Callable[[str], None]
 class Outcome:
     """Rows as they were recorded; what gave a wrong answer; which cases the time did not reach."""
 
-    rows: list[dict[str, object]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     red: list[str] = field(default_factory=list)
     left: list[Case] = field(default_factory=list)
 
@@ -68,74 +70,100 @@ def run(
         CheckpointError: ``out`` cannot be written.
     """
     outcome, here, started = Outcome(), environment(), time.monotonic()
-    order = random.Random(0)
     name = uuid.uuid4().hex[:8]
+    judge = _Judge(device, set(variants), rounds, random.Random(0), outcome, tell)
     for i, case in enumerate(cases):
-        if seconds is not None and time.monotonic() - started > seconds:
+        began = time.monotonic()
+        if seconds is not None and began - started > seconds:
             outcome.left = list(cases[i:])
             break
-        began = time.monotonic()
         with torch.inference_mode():
-            found = _measure(case, device, variants, rounds, order, outcome.red, tell)
-        found = [{"run": name, **here, **row} for row in found]
-        if out is not None and found:
-            append(out, found, {})
-        outcome.rows += found
+            rows = [{"run": name, **here, **row} for row in judge.measure(case)]
+        if out is not None and rows:
+            append(out, rows, {})
+        outcome.rows += rows
         tell(f"{case}: {time.monotonic() - began:.1f} s")
-        _free(device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return outcome
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+@dataclass
+class _Judge:
+    """Who may start, and how fast they are."""
 
+    device: torch.device
+    only: set[str]
+    rounds: int
+    order: random.Random
+    outcome: Outcome
+    tell: Tell
 
-def _measure(
-    case: Case,
-    device: torch.device,
-    only: Sequence[str],
-    rounds: int,
-    order: random.Random,
-    red: list[str],
-    tell: Tell,
-) -> list[dict[str, object]]:
-    torch.manual_seed(0)
-    reference = OPS[case.op].reference
-    try:
-        contest = CONTESTS[case.op](case, device)
-    except Exception as error:
-        red.append(f"{case}: {_of(error)}")
-        tell(f"RED {red[-1]}")
-        return []
-    ready: dict[str, Variant] = {}
-    timers: dict[tuple[str, str], Timer] = {}
-    for name, build in contest.variants.items():
-        if only and name not in (*only, "ours", reference):
-            continue
-        began = time.monotonic()
-        variant, trouble = _build(build)
-        if time.monotonic() - began > SLOW_BUILD:
-            tell(f"{case}: {name} took {time.monotonic() - began:.1f} s to build and check")
-        if variant is not None and trouble is None:
-            ready[name] = variant
-            timers |= _timers(name, variant, contest.timings, case, tell)
-            continue
-        if variant is None or not variant.ours:
-            tell(f"{case}: without {name}: {trouble}")
-            continue
-        red.append(f"{case}: {name}: {trouble}")
-        tell(f"RED {red[-1]}")
-        if name == "ours":
+    def measure(self, case: Case) -> list[dict[str, Any]]:
+        """A row for each variant and timing; none if our own answer is wrong."""
+        torch.manual_seed(0)
+        try:
+            contest = CONTESTS[case.op](case, self.device)
+        except Exception as error:
+            self._fault(f"{case}: {_of(error)}")
             return []
-    times = race(timers, rounds, order)
-    hosts = _hosts(ready, times) if device.type == "cuda" else {}
-    return [
-        {**_what(case), "variant": name, "shape": list(case.shape), "dtype": "bf16", "timing": timing, "ms": _short(ms)}
-        | {"bytes": contest.bytes, "flops": contest.flops, "host_us": hosts.get(name)}
-        for (name, timing), ms in times.items()
-    ]
+        entrants = self._entrants(case, contest)
+        if "ours" not in entrants:
+            return []
+        times = race(self._timers(case, contest, entrants), self.rounds, self.order)
+        hosts = self._hosts(entrants, times)
+        front = {} if case.front_end is None else {"front_end": case.front_end}
+        what = {"op": case.op, "format": case.format, "rotation": case.rotation, **front}
+        size = {"shape": list(case.shape), "dtype": "bf16"}
+        least = {"bytes": contest.bytes, "flops": contest.flops}
+        return [
+            {**what, "variant": name, **size, "timing": timing, "ms": float(f"{ms:.5g}"), **least}
+            | {"host_us": hosts.get(name)}
+            for (name, timing), ms in times.items()
+        ]
+
+    def _entrants(self, case: Case, contest: Contest) -> dict[str, Variant]:
+        """The variants that are here and right. Ours is asked first; if it is wrong, nobody starts."""
+        found = {}
+        for name, build in contest.variants.items():
+            if self.only and name not in {*self.only, "ours", OPS[case.op].reference}:
+                continue
+            began = time.monotonic()
+            variant, trouble = _build(build)
+            took = time.monotonic() - began
+            if took > SLOW_BUILD:
+                self.tell(f"{case}: {name} took {took:.1f} s to build and check")
+            if variant is not None and trouble is None:
+                found[name] = variant
+            elif variant is None or not variant.ours:
+                self.tell(f"{case}: without {name}: {trouble}")
+            else:
+                self._fault(f"{case}: {name}: {trouble}")
+                if name == "ours":
+                    break
+        return found
+
+    def _timers(self, case: Case, contest: Contest, entrants: dict[str, Variant]) -> dict[tuple[str, str], Timer]:
+        found = {}
+        for name, variant in entrants.items():
+            for timing in contest.timings:
+                try:
+                    found[name, timing] = timer(timing, variant.calls)
+                except Exception as error:  # what cannot be captured into a graph, say
+                    text = f"{case}: {name} by {timing}: {_of(error)}"
+                    self._fault(text) if variant.ours else self.tell(text)
+        return found
+
+    def _hosts(self, entrants: dict[str, Variant], times: dict[tuple[str, str], float]) -> dict[str, float]:
+        if self.device.type != "cuda":
+            return {}
+        short = {name for (name, _), ms in times.items() if ms < HOST_MS}
+        return {name: round(host_us(entrants[name].calls), 2) for name in short}
+
+    def _fault(self, text: str) -> None:
+        self.outcome.red.append(text)
+        self.tell(f"RED {text}")
 
 
 def _build(build: Callable[[], Variant]) -> tuple[Variant | None, str | None]:
@@ -151,32 +179,6 @@ def _build(build: Callable[[], Variant]) -> tuple[Variant | None, str | None]:
         return variant, variant.check() if variant.check else None
     except Exception as error:
         return variant, _of(error)
-
-
-def _timers(
-    name: str, variant: Variant, timings: Sequence[str], case: Case, tell: Tell
-) -> dict[tuple[str, str], Timer]:
-    found = {}
-    for timing in timings:
-        try:
-            found[name, timing] = timer(timing, variant.calls)
-        except Exception as error:  # a library that cannot be captured into a graph, say
-            tell(f"{case}: {name} without {timing}: {_of(error)}")
-    return found
-
-
-def _hosts(variants: dict[str, Variant], times: dict[tuple[str, str], float]) -> dict[str, float]:
-    fast = {name for (name, _), ms in times.items() if ms < HOST_MS}
-    return {name: round(host_us(variants[name].calls), 2) for name in fast}
-
-
-def _what(case: Case) -> dict[str, object]:
-    front = {} if case.front_end is None else {"front_end": case.front_end}
-    return {"op": case.op, "format": case.format, "rotation": case.rotation, **front}
-
-
-def _short(ms: float) -> float:
-    return float(f"{ms:.5g}")
 
 
 def _of(error: Exception) -> str:
