@@ -105,6 +105,16 @@ def test_fetch_takes_articles_from_the_package(fetch_text, tmp_path, monkeypatch
     assert len(commands) == 1 and text.read_text() == "mine"
 
 
+def test_news_are_copied_once(tmp_path):
+    import fetch_news
+
+    (tmp_path / "lee_background.cor").write_text("A story.\nAnother one.\n")
+    text = fetch_news.fetch(tmp_path / "demo" / "news.txt", tmp_path)
+    assert text.read_text() == "A story.\nAnother one.\n"
+    (tmp_path / "lee_background.cor").write_text("changed")
+    assert fetch_news.fetch(text, tmp_path).read_text().startswith("A story.")
+
+
 def test_a_package_that_cannot_be_had(fetch_text, tmp_path, monkeypatch):
     import wheels
 
@@ -116,7 +126,7 @@ def test_a_package_that_cannot_be_had(fetch_text, tmp_path, monkeypatch):
         wheels.extract("gensim==4.4.0", "*.bz2", tmp_path)
 
 
-@pytest.mark.parametrize("script", ["fetch_text.py", "fetch_smollm2.py", "demo.py"])
+@pytest.mark.parametrize("script", ["fetch_text.py", "fetch_news.py", "fetch_smollm2.py", "demo.py"])
 def test_scripts_explain_themselves(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit) as done:
