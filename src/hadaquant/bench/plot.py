@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,26 +92,27 @@ def _labels(found: Sequence[Result]) -> tuple[list[str], str]:
     return labels, ", ".join(common)
 
 
-def _bars(axes: Any, found: Sequence[Result], values: list[dict[str, float]]) -> None:
+def _bars(axes: Any, part: Sequence[tuple[Result, dict[str, float]]], widest: float) -> None:
     """Horizontal bars, a group for each result, one colour a variant; the number at the end of each bar."""
     at, ticks = 0.0, []
-    widest = max(value for group in values for value in group.values())
-    for group in values:
+    for _, values in part:
         start = at
-        for name, value in group.items():
+        for name, value in values.items():
             axes.barh(at, value, height=0.82, color=COLOURS.get(name, "#444444"), zorder=2)
-            weight = "bold" if name.startswith("ours") else "normal"
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            weight = "bold" if name.startswith("ours") else "normal"
             place = {"va": "center", "fontsize": 7.5, "fontweight": weight, "bbox": box, "zorder": 4}
             axes.text(value + widest * 0.008, at, f"{value:.2f}", **place)
             at += 1
         ticks.append((start + at - 1) / 2)
         at += 0.7
+    found = [result for result, _ in part]
     labels, common = _labels(found)
     op = found[0].op
     axes.set_title(f"{op.title}: {op.axes}, {common}", fontsize=10, loc="left")
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=True)
     axes.set_ylim(at - 0.2, -0.8)
     axes.set_xlim(0, widest * 1.09)
     axes.axvline(1, color="#222222", linewidth=1, linestyle="--", zorder=3)
@@ -118,64 +121,49 @@ def _bars(axes: Any, found: Sequence[Result], values: list[dict[str, float]]) ->
         axes.spines[side].set_visible(False)
 
 
-def _figure(found: Sequence[Result], values: list[list[dict[str, float]]], title: str) -> Any:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    heights = [sum(len(group) + 0.7 for group in part) + 2.2 for part in values]
-    figure = Figure(figsize=(9, 0.185 * sum(heights) + 1.5), layout="constrained", dpi=130)
-    axes = figure.subplots(len(values), 1, height_ratios=heights, squeeze=False)[:, 0]
-    names = list(dict.fromkeys(name for part in values for group in part for name in group))
-    handles = [Patch(color=COLOURS.get(name, "#444444"), label=LABELS.get(name, name)) for name in names]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(f"{title}\n", fontsize=12, fontweight="bold")
-    where = "; ".join(dict.fromkeys(result.where for result in found))
-    figure.text(0.5, 0.995, "\n" * 2 + where, ha="center", va="top", fontsize=7.5, color="#555555")
-    return figure, axes
-
-
-def _parts(found: Sequence[Result]) -> list[list[Result]]:
-    ops = dict.fromkeys(result.case.op for result in found)
-    return [[result for result in found if result.case.op == op] for op in ops]
+def _where(found: Sequence[Result]) -> str:
+    return textwrap.fill("; ".join(dict.fromkeys(result.where for result in found)), 150)
 
 
 def _speed_ups(found: Sequence[Result], family: str, path: Path) -> bool:
-    """Each variant's speed over torch's bfloat16."""
-    parts = _parts([result for result in found if result.ratio() is not None])
-    values = [
-        [
-            {name: result.ratio(name) or 0.0 for name in result.ms if name not in (result.op.reference, *SETTINGS)}
-            for result in part
-        ]
-        for part in parts
-    ]
-    if not parts:
-        return False
-    figure, all_axes = _figure(found, values, f"{family}: how many times as fast as torch in bfloat16")
-    for axes, part, groups in zip(all_axes, parts, values, strict=True):
-        _bars(axes, part, groups)
-    all_axes[-1].set_xlabel("torch bfloat16's time over the variant's, timed in turns (dashed: equal)", fontsize=8.5)
-    figure.savefig(path)
-    return True
+    title = f"{family}: how many times as fast as torch in bfloat16"
+    return _ratios(found, title, "torch bfloat16's time over the variant's, timed in turns (dashed: equal)", path)
 
 
 def _shares(found: Sequence[Result], family: str, path: Path) -> bool:
-    """Each variant's speed as a share of a copy of as many bytes."""
-    parts = _parts([result for result in found if result.ratio() is not None])
-    if not parts:
-        return False
-    values = [
-        [{name: result.ratio(name) or 0.0 for name in result.ms if name not in ("copy", *SETTINGS)} for result in part]
-        for part in parts
-    ]
     title = f"{family}: how near to a device copy of the same number of bytes"
-    figure, all_axes = _figure(found, values, title)
-    for axes, part, groups in zip(all_axes, parts, values, strict=True):
-        _bars(axes, part, groups)
-        axes.set_xlim(0, 1.12)
-    all_axes[-1].set_xlabel("the copy's time over the variant's, timed in turns (dashed: the copy)", fontsize=8.5)
+    return _ratios(found, title, "the copy's time over the variant's, timed in turns (dashed: the copy)", path)
+
+
+def _ratios(found: Sequence[Result], title: str, label: str, path: Path) -> bool:
+    """Bars of the reference's time over each variant's, axes for each op."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    found = [result for result in found if result.ratio() is not None]
+    if not found:
+        return False
+    ops = dict.fromkeys(result.case.op for result in found)
+    parts = [[(result, _values(result)) for result in found if result.case.op == op] for op in ops]
+    heights = [sum(len(values) + 0.7 for _, values in part) + 2.2 for part in parts]
+    figure = Figure(figsize=(9, 0.185 * sum(heights) + 1.5), layout="constrained", dpi=130)
+    all_axes = figure.subplots(len(parts), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
+    widest = max(value for part in parts for _, values in part for value in values.values())
+    for axes, part in zip(all_axes, parts, strict=True):
+        _bars(axes, part, widest)
+    all_axes[-1].set_xlabel(label, fontsize=8.5)
+    names = dict.fromkeys(name for part in parts for _, values in part for name in values)
+    handles = [Patch(color=COLOURS.get(name, "#444444"), label=LABELS.get(name, name)) for name in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(f"{title}\n", fontsize=12, fontweight="bold")
+    figure.text(0.5, 0.995, "\n" * 2 + _where(found), ha="center", va="top", fontsize=7.5, color="#555555")
     figure.savefig(path)
     return True
+
+
+def _values(result: Result) -> dict[str, float]:
+    names = (name for name in result.ms if name not in (result.op.reference, *SETTINGS))
+    return {name: result.ratio(name) or 0.0 for name in names}
 
 
 def _roofline(found: Sequence[Result], family: str, path: Path) -> bool:
@@ -199,12 +187,12 @@ def _roofline(found: Sequence[Result], family: str, path: Path) -> bool:
     top = max(peaks.values())
     ridge = top / copy
     axes.plot([left, ridge, right], [left * copy, top, top], color="#222222", linewidth=1.4, zorder=1)
-    axes.text(left * 1.15, left * copy * 1.6, f"device copy, {copy:.2f} TB/s", fontsize=8.5, rotation=0, va="bottom")
+    at = (left * ridge) ** 0.5
+    slope = {"rotation": math.degrees(math.atan(copy)), "rotation_mode": "anchor", "transform_rotates_text": True}
+    axes.text(at, at * copy * 1.06, f"device copy, {copy:.2f} TB/s", fontsize=8.5, va="bottom", ha="center", **slope)
     for name, peak in peaks.items():
         axes.axhline(peak, color=COLOURS[name], linewidth=1, linestyle=":", zorder=1)
-        text = (
-            f"fastest {'INT8' if family == 'INT8' else 'FP4'} product" if name == "ours" else "fastest bfloat16 product"
-        )
+        text = f"fastest product in {family if name == 'ours' else 'bfloat16'}"
         axes.text(left * 1.15, peak * 1.04, f"{text}, {peak:.0f} TOPS", fontsize=8.5, color=COLOURS[name])
     for name, marker in (("torch_bf16", "s"), ("plain_triton", "^"), ("ours", "o")):
         for op, filled in (("gemm", False), ("linear", True)):
@@ -226,7 +214,6 @@ def _roofline(found: Sequence[Result], family: str, path: Path) -> bool:
     axes.grid(which="major", color="#dddddd", linewidth=0.6, zorder=0)
     axes.legend(loc="lower right", fontsize=8.5, frameon=True)
     axes.set_title(f"{family} products under the measured roofs", fontsize=12, fontweight="bold", pad=22)
-    where = "; ".join(dict.fromkeys(result.where for result in found))
-    axes.text(0.5, 1.015, where, transform=axes.transAxes, ha="center", fontsize=7.5, color="#555555")
+    axes.text(0.5, 1.015, _where(found), transform=axes.transAxes, ha="center", fontsize=7.5, color="#555555")
     figure.savefig(path)
     return True
