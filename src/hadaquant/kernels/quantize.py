@@ -61,6 +61,46 @@ def _encode_blocks(y, g, ROWS: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.co
 
 
 @triton.jit
+def quantize_units(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    g,
+    signs_ptr,
+    matrix_ptr,
+    unit,
+    units,
+    blocks_in_row,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    RULE: tl.constexpr,
+    TILED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    ROTATION: tl.constexpr,
+    FRONT: tl.constexpr,
+):
+    """Codes and scales of the units int64 [ROWS], as far as they are below ``units``."""
+    BLOCKS: tl.constexpr = ROWS * (UNIT // BLOCK)
+    PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
+    valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
+    y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, False, FRONT)
+    packed, stored = _encode_blocks(tl.reshape(y, (BLOCKS, BLOCK)), g, BLOCKS, BLOCK, ELEMENT, RULE)
+
+    block = unit[:, None] * (UNIT // BLOCK) + tl.arange(0, UNIT // BLOCK)[None, :]
+    block = tl.reshape(block, (BLOCKS,))
+    inside = block < units * (UNIT // BLOCK)
+    byte = tl.arange(0, BLOCK // PER_BYTE)
+    tl.store(codes_ptr + block[:, None] * (BLOCK // PER_BYTE) + byte[None, :], packed, mask=inside[:, None])
+    where = block
+    if TILED:
+        where = _tiled_offset(block, blocks_in_row, TILE_ROWS, TILE_COLS)
+    tl.store(scales_ptr + where, stored.to(scales_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def quantize_blocks_kernel(
     x_ptr,
     codes_ptr,
@@ -82,26 +122,14 @@ def quantize_blocks_kernel(
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = ROWS * (UNIT // BLOCK)
-    PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    unit = first + tl.arange(0, ROWS)
-    valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
+    unit = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     g = 1.0
     if HAS_GLOBAL:
         g = tl.load(global_ptr)
-
-    y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, False, FRONT)
-    packed, stored = _encode_blocks(tl.reshape(y, (BLOCKS, BLOCK)), g, BLOCKS, BLOCK, ELEMENT, RULE)
-
-    block = first * (UNIT // BLOCK) + tl.arange(0, BLOCKS)
-    inside = block < units * (UNIT // BLOCK)
-    byte = tl.arange(0, BLOCK // PER_BYTE)
-    tl.store(codes_ptr + block[:, None] * (BLOCK // PER_BYTE) + byte[None, :], packed, mask=inside[:, None])
-    where = block
-    if TILED:
-        where = _tiled_offset(block, blocks_in_row, TILE_ROWS, TILE_COLS)
-    tl.store(scales_ptr + where, stored.to(scales_ptr.dtype.element_ty), mask=inside)
+    quantize_units(
+        x_ptr, codes_ptr, scales_ptr, g, signs_ptr, matrix_ptr, unit, units, blocks_in_row,
+        ROWS, UNIT, BLOCK, ELEMENT, RULE, TILED, TILE_ROWS, TILE_COLS, ROTATION, FRONT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -255,12 +283,17 @@ def block_config(format: Format, rotation: Rotation, rows: int | None = None) ->
     }
 
 
-def walk_config(rotation: Rotation, front_end: FrontEnd, k: int, block: int = 1) -> dict[str, Any]:
-    """Compile-time arguments of a kernel that walks rows of K elements in tiles, with a front end."""
-    least = max(rotation.group, block, SUM_RUN)
+def walk_config(rotation: Rotation, front_end: FrontEnd, k: int, format: Format | None = None) -> dict[str, Any]:
+    """Compile-time arguments of a kernel that walks rows of K elements in tiles, and makes blocks of a format."""
+    least = max(rotation.group, SUM_RUN)  # no block is larger than a run
     # the largest power of two that divides K leaves nothing of a tile unused
     width = max(min(k & -k, _tile_of(rotation)), least)
-    return {"ROWS": _rows_of(rotation, width), "num_warps": 8, **_of_rows(rotation, front_end, k, width)}
+    return {
+        "ROWS": _rows_of(rotation, width),
+        "num_warps": 8,
+        **(_of_blocks(format) if format else {}),
+        **_of_rows(rotation, front_end, k, width),
+    }
 
 
 def _of_rows(rotation: Rotation, front_end: FrontEnd, k: int, width: int) -> dict[str, Any]:
@@ -326,7 +359,7 @@ def quantize(
         x = as_rows(x)
         arguments = (signs, matrix, m, k, *row_arguments(x, front_end))
         if format.block:
-            config = {**walk_config(rotation, front_end, k, format.block), **_of_blocks(format)}
+            config = walk_config(rotation, front_end, k, format)
             quantize_walk_kernel[(triton.cdiv(m, config["ROWS"]),)](
                 x, codes, scales, g, *arguments, TILED=tiled, **config, **OPTIONS
             )

@@ -1,0 +1,46 @@
+"""Kernels with front ends compile ahead of time for every target, without spills."""
+
+import pytest
+import torch
+
+from hadaquant import front
+from hadaquant.formats import get_format
+from hadaquant.ops.plan import interpreting
+
+if interpreting():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from hadaquant.kernels import quantize, rotate
+from hadaquant.kernels.runtime import OPTIONS
+
+from .compiling import TARGETS, compile_for
+from .test_compile import check, pointers, rotation_of
+
+ONES = torch.ones(8)
+FRONT_ENDS = {
+    "rms_norm": front.rms_norm(ONES),
+    "ada_norm": front.ada_norm(ONES, ONES),
+    "silu_mul": front.silu_mul(ONES),
+    "gelu_tanh": front.gelu_tanh(),
+}
+
+
+CASES = [
+    *((target, "ada_norm", "regular:256") for target in TARGETS),  # the most registers
+    ("sm_80", "silu_mul", "sylvester:16"),
+    ("sm_90", "silu_mul", "sylvester:16"),
+    ("gfx942", "gelu_tanh", "none"),
+    ("sm_120", "rms_norm", "matrix:64"),
+]
+
+
+@pytest.mark.parametrize(("target", "kind", "rotation"), CASES)
+def test_front_ends(target, kind, rotation):
+    r, front_end, nvfp4 = rotation_of(rotation), FRONT_ENDS[kind], get_format("nvfp4")
+    operands = {"factor_ptr": "*bf16", "shift_ptr": "*bf16"}
+    rows = {**quantize.row_config(get_format("int8"), r, 5120, front_end=front_end), **OPTIONS}
+    check(compile_for(quantize.quantize_rows_kernel, {**pointers("int8"), **operands}, rows, target), target)
+    walk = {**quantize.walk_config(r, front_end, 5120, nvfp4), "TILED": True, **OPTIONS}
+    check(compile_for(quantize.quantize_walk_kernel, {**pointers("nvfp4"), **operands}, walk, target), target)
+    alone = {**quantize.walk_config(r, front_end, 5120), "WRITE": False, **OPTIONS}
+    check(compile_for(rotate.front_kernel, {**pointers("nvfp4"), **operands}, alone, target), target)
