@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import typer
@@ -11,11 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import hadaquant
 from hadaquant.cli.output import console
-from hadaquant.errors import UnknownChoice
+from hadaquant.errors import MissingExtra, UnknownChoice
 from hadaquant.nn.select import DEFAULT_SKIP
 from hadaquant.study.cases import Case, all_cases
 from hadaquant.study.conduct import FORMATS, ROTATIONS, Answer, Question, conduct
 from hadaquant.study.metrics import MARGIN_DB
+from hadaquant.study.page import write_report
 from hadaquant.study.report import console_for, error_table, trial_table, verdict_table, write_json
 from hadaquant.study.sweep import STUDY_FORMATS, sweep
 
@@ -73,7 +76,14 @@ def study(
         only=layers,
         device=device,
     )
-    _show(_conduct(question), question.out)
+    answer = _conduct(question)
+    _show(answer, question.out)
+    try:
+        page = write_report(answer, question.out, shlex.join(("hadaquant", *sys.argv[1:])))
+    except MissingExtra as error:
+        console(stderr=True).print(f"warning: there is no report.html: {error}", style="yellow", soft_wrap=True)
+    else:
+        console().print(f"Report: {page}", soft_wrap=True)
 
 
 def _conduct(question: Question) -> Answer:

@@ -138,7 +138,7 @@ def measure(
     result = LayerResult(name=name, shape=(n, k), rows=x.shape[0], **fields)
     if not torch.isfinite(weight).all():
         return replace(result, skipped="its weight holds NaN or Inf")
-    exact = _exact(x, weight)
+    exact = x.to(torch.float64) @ weight.to(torch.float64).T
     if not exact.any():
         return replace(result, skipped="its outputs are all zero")
     quiet = exact.square().sum(0).argsort()[: max(1, n // 2)]
@@ -154,10 +154,6 @@ def measure(
         cells += _with_gains(of_format)
     skipped = "" if cells else "; ".join(notes.values())
     return replace(result, inputs=inputs, cells=tuple(cells), notes=notes, skipped=skipped)
-
-
-def _exact(x: Tensor, weight: Tensor) -> Tensor:
-    return x.to(torch.float64) @ weight.to(torch.float64).T
 
 
 def _fitting(
@@ -196,8 +192,8 @@ def _cell(
         bits=8 * f.nbytes(tuple(weight.shape)) / weight.numel(),
         db=db(noise),
         quiet_db=db(noise[:, quiet], exact[:, quiet]),
-        weights_db=db((_exact(x, qw.dequantize()) - exact).square()),
-        inputs_db=db((_exact(qx.dequantize(), weight) - exact).square()),
+        weights_db=db((x.float() @ qw.dequantize().T - exact).square()),
+        inputs_db=db((qx.dequantize() @ weight.float().T - exact).square()),
     )
     return cell, noise.sum(1)
 

@@ -1,0 +1,91 @@
+"""The report of a study: one HTML page that needs nothing beside it, its pictures as PNG, its figures as JSON."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hadaquant.errors import MissingExtra
+from hadaquant.study import plots
+from hadaquant.study.conduct import Answer
+from hadaquant.study.layers import Cell
+from hadaquant.study.metrics import MARGIN_DB
+from hadaquant.study.perplexity import Comparison
+from hadaquant.study.report import write_json
+from hadaquant.study.trials import Trial
+
+
+def write_report(answer: Answer, folder: Path, command: str = "") -> Path:
+    """Write report.html, study.json and the pictures into a folder; returns the page.
+
+    Args:
+        answer: of a study.
+        folder: the study's.
+        command: that gives this report again, shown on the page.
+
+    Raises:
+        MissingExtra: matplotlib or jinja2 is not installed.
+        CheckpointError: a file cannot be written.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingExtra(what="the report", package="jinja2", extra="report") from error
+    write_json(folder / "study.json", answer.to_dict())
+    pictures = {"layers": plots.heat_map(answer.results), "outliers": plots.outliers(answer.results)}
+    if answer.trials:
+        pictures["perplexity"] = plots.perplexities(answer.trials)
+    for name, data in pictures.items():
+        if data is not None:
+            (folder / f"{name}.png").write_bytes(data)
+    template = resources.files("hadaquant.study").joinpath("report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.from_string(template).render(
+        answer=answer,
+        command=command,
+        margin=MARGIN_DB,
+        pictures={name: base64.b64encode(data).decode() for name, data in pictures.items() if data is not None},
+        tested={t.verdict.format: t for t in answer.outcome.formats} if answer.outcome else {},
+        trials=[_trial(answer, trial) for trial in answer.trials],
+        means=list(_means(answer)),
+        layers=[(r, {f: r.best(f) for f in r.formats}) for r in answer.results if r.cells],
+        counts=_plan_counts(answer),
+    )
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _trial(answer: Answer, trial: Trial) -> dict[str, Any]:
+    plain = next((t for t in answer.trials if t.format == trial.format and t.rotation == "none"), None)
+    gain = None if plain is None or plain is trial else Comparison.of(plain.result, trial.result)
+    return {"format": trial.format, "rotation": trial.rotation, "gain": gain, **trial.result.to_dict()}
+
+
+def _means(answer: Answer) -> Iterator[dict[str, Any]]:
+    """For each format and rotation that fits every layer: decibels, the mean over layers of each kind of error."""
+    measured = [r for r in answer.results if r.cells]
+    asked = dict.fromkeys(a for r in measured for c in r.cells for a in c.asked)
+    for format in dict.fromkeys(f for r in measured for f in r.formats):
+        for rotation in asked:
+            cells = [cell for r in measured if (cell := r.under(format, rotation)) is not None]
+            if cells:
+                yield {"format": format, "rotation": rotation, "layers": len(cells), **_mean(cells)}
+
+
+def _mean(cells: list[Cell]) -> dict[str, float]:
+    names = ("db", "quiet_db", "weights_db", "inputs_db")
+    return {name: sum(getattr(cell, name) for cell in cells) / len(cells) for name in names}
+
+
+def _plan_counts(answer: Answer) -> list[tuple[str, int]]:
+    """How many layers the plan gives each format and rotation."""
+    counts: dict[str, int] = {}
+    for cell in answer.selection.cells.values():
+        counts[f"{cell.format}, {cell.rotation}"] = counts.get(f"{cell.format}, {cell.rotation}", 0) + 1
+    return sorted(counts.items(), key=lambda item: -item[1])
