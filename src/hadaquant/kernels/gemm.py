@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, aligned, given, launches_overlap, on, overlapping
 
 
 @triton.jit
@@ -167,6 +167,16 @@ def scaled_mm(
             int8_mm_kernel[grid](
                 x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
             )
+    elif kernel in ("fp4_gemv", "fp4_few_rows", "fp4_mm_hopper"):
+        from hadaquant.kernels.gemm_fp4_hopper import fp4_mm
+        from hadaquant.kernels.gemm_fp4_small import few_rows, gemv
+
+        x, sx, w, sw = (aligned(t) for t in (x, sx, w, sw))
+        operands = (x, sx, x_global, w, sw, w_global, bias, y, format)
+        if kernel == "fp4_gemv":
+            gemv(*operands)
+        else:
+            (few_rows if kernel == "fp4_few_rows" else fp4_mm)(*operands, tile or (256, 128))
     else:
         config = fp4_config(m, format)
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)

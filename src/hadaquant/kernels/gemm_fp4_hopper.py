@@ -289,13 +289,34 @@ def _matrix(t: Tensor, block: list[int], element: Any) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, block, gl.NVMMASharedLayout.get_default_for(block, element))
 
 
+def split_of(tiles: int, programs: int, steps: int) -> int:
+    """In how many slices of K the products are cut, so that few tiles keep all multiprocessors busy."""
+    split = 1
+    while split < 4 and tiles * split * 2 <= programs and steps >= 8 * split:
+        split *= 2
+    return split
+
+
 def fp4_mm(
+    x: Tensor, sx: Tensor, gx: Tensor | None, w: Tensor, sw: Tensor, gw: Tensor | None, bias: Tensor | None, y: Tensor,
+    format: Format, tile: tuple[int, int], split: int = 0, programs: int = 0,
+) -> None:  # fmt: skip
+    """y [M, N] of contiguous packed x [M, K/2], w [N, K/2], K % 32 == 0, N % 8 == 0; ``tile`` is (16 … 256, 128).
+
+    ``split`` overrides the slices of K, ``programs`` one a multiprocessor.
+    """
+    multiply(unpack(x, sx, format), gx, w, sw, gw, bias, y, format, tile[0], split, programs)
+
+
+def multiply(
     x: Tensor, gx: Tensor | None, w: Tensor, sw: Tensor, gw: Tensor | None, bias: Tensor | None, y: Tensor,
-    format: Format, rows: int = 256, split: int = 1, programs: int = 0,
+    format: Format, rows: int = 256, split: int = 0, programs: int = 0,
 ) -> None:  # fmt: skip
     """y [M, N] of unpacked x and contiguous packed w [N, K/2]. ``programs`` overrides one a multiprocessor."""
     m, n, k = x.shape[0], w.shape[0], format.k_of(w.shape[1])
-    tiles = triton.cdiv(m, rows) * triton.cdiv(n, BN) * split
+    tiles = triton.cdiv(m, rows) * triton.cdiv(n, BN)
+    programs = programs or multiprocessors(x.device)
+    split = split or split_of(tiles, programs, triton.cdiv(k, SPAN))
     out = gl.bfloat16 if y.dtype == torch.bfloat16 else gl.float16
     x_desc = _matrix(x, [rows, 64], gl.bfloat16)
     w_desc = _matrix(w.view(torch.int32), [BN // 2, SPAN // 8], gl.int32)
@@ -304,7 +325,7 @@ def fp4_mm(
     overlap = launches_overlap(y.device)
     has_bias, gx, gw, b = bias is not None, given(gx, sw), given(gw, sw), given(bias, y)
     with on(x.device):
-        fp4_mm_hopper[(min(programs or multiprocessors(x.device), tiles),)](
+        fp4_mm_hopper[(min(programs, tiles * split),)](
             x_desc, w_desc, y_desc, parts, sw, gx, gw, b, m, n, k, **config(format, has_bias, rows, split),
             launch_pdl=overlap,
         )  # fmt: skip

@@ -59,7 +59,7 @@ def gemv_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     # E4M3 scales come 2**-120 too small; codes come doubled
-    LIFT: gl.constexpr = 2.0**112 if RULE == "e4m3_global" else 1.0
+    LIFT: gl.constexpr = 2.0**116 if RULE == "e4m3_global" else 1.0
     REST: gl.constexpr = 64.0 if RULE == "e4m3_global" else 0.25
     sums = ()
     for _ in gl.static_range(M):
@@ -77,7 +77,7 @@ def gemv_kernel(
         for m in gl.static_range(M):
             x = gl.load(x_units + m * units + u[None, :], mask=(u < units)[None, :], other=0)
             sx = gl.load(sx_ptr + m * blocks + b[None, :], mask=(u < units)[None, :], other=0)
-            sx = wide_scale(sx, RULE) * LIFT
+            sx = (wide_scale(sx, RULE) * LIFT) * LIFT
             x0, x1, x2, x3, start = unpack_codes(x)
             s = dot_codes(w, x0, x1, x2, x3, start) - 12582912.0
             new = new + (gl.fma(s, sx * sw, sums[m]),)
@@ -116,16 +116,23 @@ def few_rows_kernel(
     acc = gl.zeros((SLICES, BM, BN), gl.float32, mma)
     if OVERLAP:
         gdc_launch_dependents()
-    for k in range(0, words, SLICES * WORDS):
-        w = gl.load(w_words + (k + wk), mask=(column < N) & (k + wk < words), other=0)
-        sw = _load_scales(w_scales + gl.minimum(k + wk, words - 4) // 4 * EACH, RULE, True)
-        if OVERLAP:
-            gdc_wait()
-        x = gl.load(x_words + (k + xk), mask=(row < M) & (k + xk < words), other=0)
-        sx = _load_scales(x_scales + gl.minimum(k + xk, words - 4) // 4 * EACH, RULE, False)
+    STEP: gl.constexpr = SLICES * WORDS
+    w = gl.load(w_words + wk, mask=(column < N) & (wk < words), other=0)
+    sw = _load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
+    if OVERLAP:
+        gdc_wait()
+    x = gl.load(x_words + xk, mask=(row < M) & (xk < words), other=0)
+    sx = _load_scales(x_scales + gl.minimum(xk, words - 4) // 4 * EACH, RULE, False)
+    for k in range(STEP, words + STEP, STEP):
+        # the next words are on their way while these are decoded
+        next_w = gl.load(w_words + (k + wk), mask=(column < N) & (k + wk < words), other=0)
+        next_sw = _load_scales(w_scales + gl.minimum(k + wk, words - 4) // 4 * EACH, RULE, True)
+        next_x = gl.load(x_words + (k + xk), mask=(row < M) & (k + xk < words), other=0)
+        next_sx = _load_scales(x_scales + gl.minimum(k + xk, words - 4) // 4 * EACH, RULE, False)
         sx, sw = paired_scales(sx, RULE), paired_scales(sw, RULE)
         for i in gl.static_range(8):
             acc = mma_v2(decode_nibble(x, sx, RULE, i), decode_nibble(w, sw, RULE, i), acc)
+        w, sw, x, sx = next_w, next_sw, next_x, next_sx
     out: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [SLICES, 1], [1, 0])
     y = gl.convert_layout(gl.sum(acc, 0), out)
     REST: gl.constexpr = 2.0**14 if RULE == "e4m3_global" else 1.0

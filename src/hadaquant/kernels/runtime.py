@@ -28,6 +28,11 @@ def given(tensor: Tensor | None, x: Tensor) -> Tensor:
     return x if tensor is None else tensor
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that does not begin at a multiple of 16 bytes."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 @functools.cache
 def launches_overlap(device: torch.device) -> bool:
     """Whether a kernel can start before the one ahead of it ends: programmatic dependent launch, from sm_90."""

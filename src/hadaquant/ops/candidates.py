@@ -39,12 +39,7 @@ def product_candidates(
     """Candidates for [M, K] · [N, K]ᵀ, best first."""
     if format.block is None:
         return _int8_candidates(target, m, n, k, out_dtype)
-    why = "codes times block scales decoded to bfloat16 (exact), multiplied into float32"
-    other = f"it multiplies int8, not {format}"
-    return [
-        Candidate(kernel="fp4_mm", why=why),
-        *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS),
-    ]
+    return _fp4_candidates(format, target, m, n, k, out_dtype)
 
 
 #: Most rows for which the integer cores, and then slices of K over warps, beat tiles (measured on an H200).
@@ -156,3 +151,55 @@ def _sgl(target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
         unasked="it multiplies the two scales first, which can differ by one ulp: only by name",
         named_only=True,
     )
+
+
+#: Most rows for which integer sums of codes, and then packed operands in registers, beat tiles in shared memory
+#: (measured on an H200).
+FP4_GEMV_ROWS, FP4_FEW_ROWS = 0, 16
+
+
+def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
+    packed = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
+    if not packed and k % 32:
+        packed = f"it reads 32 codes at a time, K={k} is no multiple of them"
+    hopper = packed
+    if target.name != "sm_90":
+        hopper = "it is written for the warpgroup instructions of sm_90"
+    elif not packed and n % 8:
+        hopper = f"TMA needs N % 8 == 0, not N={n}"
+    elif not packed and out_dtype not in (torch.bfloat16, torch.float16):
+        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
+    hopper = hopper or "it has not been measured yet"
+    other = f"it multiplies int8, not {format}"
+    return [
+        Candidate(
+            kernel="fp4_gemv",
+            why="exact integer sums of 16 codes, each weight read once",
+            refusal=packed or (f"M={m} is above {FP4_GEMV_ROWS}" if m > FP4_GEMV_ROWS else None),
+        ),
+        Candidate(
+            kernel="fp4_few_rows",
+            why="packed operands decoded in the registers of the bfloat16 matrix units",
+            refusal=packed or (f"M={m} is above {FP4_FEW_ROWS}" if m > FP4_FEW_ROWS else None),
+            tile=(16 if m <= 16 else 32, 16),
+        ),
+        Candidate(
+            kernel="fp4_mm_hopper",
+            why="weights decoded in the registers of the warpgroup matrix units, fed by TMA",
+            refusal=hopper,
+            tile=hopper_tile(m, n, target),
+        ),
+        Candidate(kernel="fp4_mm", why="codes times block scales decoded to bfloat16 (exact), multiplied into float32"),
+        *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS),
+    ]
+
+
+def hopper_tile(m: int, n: int, target: Target) -> tuple[int, int]:
+    """Rows of x and of the weight in a tile of the Hopper product: what fills the multiprocessors best."""
+    if m <= 128:
+        return max(16, 1 << (m - 1).bit_length()), 128
+
+    def waves(rows: int) -> int:
+        return -(-(-(-m // rows) * -(-n // 128)) // target.multiprocessors)
+
+    return (128, 128) if waves(128) * 0.55 < waves(256) else (256, 128)
