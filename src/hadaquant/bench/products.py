@@ -48,11 +48,11 @@ def gemm(case: Case, device: torch.device) -> Contest:
         return Variant(calls, exact if mine else lambda: far(calls[0](), right(), 2.0**-8), mine)
 
     def plain_triton(any_tile: bool) -> Variant:
-        from hadaquant.bench import baselines
+        from hadaquant.bench.baselines import product
 
         x, w = pairs[0]
-        tile = baselines.fastest_tile(x.codes, x.scales, w.codes, w.scales, DTYPE, any_tile)
-        return int8(baselines.int8_mm, tile)
+        tile = product.fastest_tile(x.codes, x.scales, w.codes, w.scales, DTYPE, any_tile)
+        return int8(product.int8_mm, tile)
 
     def cublas() -> Variant:
         unfused.check_int_mm(m)
