@@ -22,9 +22,11 @@ from hadaquant.formats import Format
 from hadaquant.kernels.fp4_words import decode_nibble, dot_codes, paired_scales, unpack_codes, wide_scale
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
-#: Warps of a program of ``few_rows``, each with its slices of K, and words of eight codes of one such slice.
-SLICES = 8
-WORDS = {16: 64, 32: 32, 64: 16}
+#: Warps of a program of ``few_rows``, each with its slices of K, and words of eight codes of one such slice, for
+#: each tile of x rows and weight rows. Measured on an H200.
+SLICES_AND_WORDS: dict[tuple[int, int], tuple[int, int]] = {(16, 16): (8, 32), (16, 32): (4, 16)}
+#: Weight rows, units and warps of a program of ``gemv`` for each number of x rows. Measured on an H200.
+_GEMV: dict[int, tuple[int, int, int]] = {1: (8, 256, 4), 2: (4, 256, 4), 3: (8, 128, 2), 4: (8, 128, 2)}
 
 
 @gluon.constexpr_function
@@ -148,29 +150,16 @@ def few_rows_kernel(
 
 def gemv_config(m: int, format: Format, has_bias: bool, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments and launch options of :func:`gemv_kernel`."""
-    return {
-        "M": m,
-        **_of_format(format, has_bias),
-        "BN": 8 if m == 1 else 4,
-        "UNITS": 256,
-        "OVERLAP": overlap,
-        "num_warps": 4,
-        **OPTIONS,
-    }
+    rows, units, warps = _GEMV[m]
+    shape = {"BN": rows, "UNITS": units, "OVERLAP": overlap, "num_warps": warps}
+    return {"M": m, **_of_format(format, has_bias), **shape, **OPTIONS}
 
 
 def few_rows_config(tile: tuple[int, int], format: Format, has_bias: bool, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments and launch options of :func:`few_rows_kernel` for a tile of x rows and weight rows."""
-    return {
-        **_of_format(format, has_bias),
-        "BM": tile[0],
-        "BN": tile[1],
-        "WORDS": WORDS[tile[0]],
-        "SLICES": SLICES,
-        "OVERLAP": overlap,
-        "num_warps": SLICES,
-        **OPTIONS,
-    }
+    slices, words = SLICES_AND_WORDS[tile]
+    shape = {"BM": tile[0], "BN": tile[1], "WORDS": words, "SLICES": slices, "OVERLAP": overlap, "num_warps": slices}
+    return {**_of_format(format, has_bias), **shape, **OPTIONS}
 
 
 def _of_format(format: Format, has_bias: bool) -> dict[str, Any]:
@@ -186,7 +175,7 @@ def gemv(
     x: Tensor, sx: Tensor, gx: Tensor | None, w: Tensor, sw: Tensor, gw: Tensor | None, bias: Tensor | None, y: Tensor,
     format: Format,
 ) -> None:  # fmt: skip
-    """y [M, N] of contiguous packed x [M, K/2], w [N, K/2], M one or two, K % 32 == 0."""
+    """y [M, N] of contiguous packed x [M, K/2], w [N, K/2], M up to four, K % 32 == 0."""
     m, n, k = x.shape[0], w.shape[0], format.k_of(w.shape[1])
     config = gemv_config(m, format, bias is not None, launches_overlap(x.device))
     gx, gw, b = given(gx, sx), given(gw, sw), given(bias, y)

@@ -155,7 +155,7 @@ def _sgl(target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
 
 #: Most rows for which integer sums of codes, and then packed operands in registers, beat tiles in shared memory
 #: (measured on an H200).
-FP4_GEMV_ROWS, FP4_FEW_ROWS = 0, 16
+FP4_GEMV_ROWS, FP4_FEW_ROWS = 4, 16
 
 
 def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
@@ -181,7 +181,7 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
             kernel="fp4_few_rows",
             why="packed operands decoded in the registers of the bfloat16 matrix units",
             refusal=packed or (f"M={m} is above {FP4_FEW_ROWS}" if m > FP4_FEW_ROWS else None),
-            tile=(16 if m <= 16 else 32, 16),
+            tile=(16, 16) if -(-n // 16) <= 2 * target.multiprocessors else (16, 32),
         ),
         Candidate(
             kernel="fp4_mm_hopper",
