@@ -122,11 +122,13 @@ def test_scales_of_a_product_made_elsewhere(target):
     check(compile_for(epilogue.scale_kernel, types, {**epilogue.scale_config(), "HAS_BIAS": True}, target), target)
 
 
-@pytest.mark.parametrize("k", [3072, 5120, 32768])
+@pytest.mark.parametrize(
+    ("spec", "k"), [("regular:256", k) for k in (3072, 5120, 13824, 32768)] + [("regular:1024", 4096)]
+)
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm_")])
-def test_rows_in_gluon(target, k):
+def test_rows_in_gluon(target, spec, k):
     rows = {"x_ptr": "*bf16", "q_ptr": "*i8", "s_ptr": "*fp32", "signs_ptr": "*fp32"}
-    arguments = quantize_rows_gluon.config(get_format("int8"), rotation_of("regular:256"), k)
+    arguments = quantize_rows_gluon.config(get_format("int8"), rotation_of(spec), k, target in OVERLAPPING)
     check(compile_for(quantize_rows_gluon.quantize_rows_gluon, rows, arguments, target), target)
 
 

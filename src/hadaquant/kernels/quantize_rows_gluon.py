@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import choose, multiplier
 from hadaquant.kernels.rows_gluon import (
+    largest_of_thread,
     negated,
     rotate_half,
     rotate_whole,
@@ -77,20 +77,6 @@ def _load(x_ptr, row, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.c
 
 
 @gluon.jit
-def _fetch(x_ptr, row, M, ring, slot, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr):
-    """Start copying a row into a slot of the ring; nothing if there is no such row."""
-    for t in gl.static_range(T):
-        mask = _inside(K, t, W, False, 128, words_layout(W)) & (row < M)
-        async_copy.async_copy_global_to_shared(ring.index(slot * T + t), _words(x_ptr, row, K, t, W, False), mask=mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _largest(v):
-    return gl.max(gl.max(gl.reshape(v, (v.numel // 32, 32)), axis=1), axis=0)
-
-
-@gluon.jit
 def _reciprocal(d):
     """1/d = hi + lo to 48 bits."""
     approximate = gl.inline_asm_elementwise(
@@ -142,19 +128,20 @@ def _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE: gl.constexpr, KIND: gl.cons
          T: gl.constexpr, H: gl.constexpr):  # fmt: skip
     rotated = ()
     largest = None
-    amax = 0
+    each = gl.full((32 * W,), 0, gl.int32, layout=gl.BlockedLayout([1], [32], [W], [0]))
     for t in gl.static_range(T + H):
         v = widen(tiles[t], DTYPE, W, t == T)
         if SIGNED:
             v = _signed(v, signs_ptr, GROUP)
         if t == T:
             v, m = rotate_half(v, KIND, GROUP, W)
-            amax = _largest(m)
+            each = largest_of_thread(m, GROUP, W, True)
         else:
             v, largest = rotate_whole(v, largest, t == 0, KIND, GROUP, W)
         rotated = rotated + (v,)
     if T > 0:
-        amax = gl.maximum(amax, _largest(largest))
+        each = gl.maximum(each, largest_of_thread(largest, GROUP, W, False))
+    amax = gl.max(each, axis=0)
     # the norm is monotone, so it commutes with the maximum
     amax = (amax.to(gl.float32, bitcast=True) * NORM).to(gl.int32, bitcast=True)
     stored = choose(amax, 1.0, RULE)
@@ -183,8 +170,8 @@ def _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE: gl.constexpr, KIND: gl.cons
 @gluon.jit(do_not_specialize=["M"])
 def quantize_rows_gluon(
     x_ptr, q_ptr, s_ptr, signs_ptr, M, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr,
-    RING: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, SIGNED: gl.constexpr,
-    RULE: gl.constexpr, OVERLAP: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, SIGNED: gl.constexpr, RULE: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         # the next kernel may start its set-up; this one must not read before the last one has written
@@ -194,61 +181,36 @@ def quantize_rows_gluon(
     words_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    if RING == 0:
-        tiles = _load(words_ptr, first, K, W, T, H)
-        for row in range(first, M, step):
-            following = _load(words_ptr, gl.minimum(row + step, M - 1), K, W, T, H)
-            _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE, KIND, GROUP, NORM, SIGNED, RULE, K, W, T, H)
-            tiles = following
-    else:
-        gl.static_assert(H == 0, "the ring holds whole tiles")
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        ring = gl.allocate_shared_memory(gl.int32, [RING * T, 4 * W, 128], plain)
-        for i in gl.static_range(RING - 1):
-            _fetch(words_ptr, first + i * step, M, ring, i, K, W, T)
-        here = 0
-        there = RING - 1
-        for row in range(first, M, step):
-            _fetch(words_ptr, row + (RING - 1) * step, M, ring, there, K, W, T)
-            async_copy.wait_group(RING - 1)
-            tiles = ()
-            for t in gl.static_range(T):
-                tiles = tiles + (ring.index(here * T + t).load(words_layout(W)),)
-            _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE, KIND, GROUP, NORM, SIGNED, RULE, K, W, T, H)
-            here = gl.where(here == RING - 1, 0, here + 1)
-            there = gl.where(there == RING - 1, 0, there + 1)
+    tiles = _load(words_ptr, first, K, W, T, H)
+    for row in range(first, M, step):
+        # after the last row it is read once more: a mask would cost half an instruction an element
+        following = _load(words_ptr, gl.minimum(row + step, M - 1), K, W, T, H)
+        _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE, KIND, GROUP, NORM, SIGNED, RULE, K, W, T, H)
+        tiles = following
 
 
-def row_shape(k: int, group: int, warps: int = 0) -> tuple[int, int, int]:
-    """Warps a row, and whole and half tiles a warp: as few warps as hold the row in three tiles.
-
-    Groups above 256 have no half tiles. Three tiles leave eight to twelve warps on a
-    multiprocessor of an H200, enough to hide the memory's latency; four leave too few.
-    """
-    for w in (warps,) if warps else (1, 2, 4, 8):
-        halves = -(-k // (512 * w))
-        whole, half = halves // 2, halves % 2
-        if group > 256:
-            whole, half = whole + half, 0
-        if 2 * whole + half <= 6:
-            break
-    return w, whole, half
+#: Most half tiles a thread may hold, by warps a row. More leave too few rows on a multiprocessor to hide the
+#: memory's latency, while more warps a row wait for each other more often (measured on an H200).
+_MOST = {1: 5, 2: 6, 4: 7}
 
 
-def config(
-    format: Format, rotation: Rotation, k: int, overlap: bool = False, warps: int = 0, ring: int | None = None
-) -> dict[str, Any]:
-    """Compile-time arguments and launch options."""
-    warps, whole, half = row_shape(k, rotation.group, warps)
-    if ring is None:
-        # the next row waits in registers, or in shared memory where this one leaves too few of them
-        ring = 2 if whole == 3 and half == 0 and warps > 1 and k <= 12288 else 0
+def row_shape(k: int, group: int) -> tuple[int, int, int]:
+    """Warps a row, and whole and half tiles a warp. Groups above 256 have no half tiles."""
+    if group > 256:
+        warps = next((w for w in _MOST if k <= 3 * 1024 * w), 8)
+        return warps, -(-k // (1024 * warps)), 0
+    warps = next((w for w, most in _MOST.items() if k <= 512 * w * most), 8)
+    return warps, *divmod(-(-k // (512 * warps)), 2)
+
+
+def config(format: Format, rotation: Rotation, k: int, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments and launch options. ``overlap``: launches may start before the last one has ended."""
+    warps, whole, half = row_shape(k, rotation.group)
     return {
         "K": k,
         "W": warps,
         "T": whole,
         "H": half,
-        "RING": ring,
         "KIND": rotation.kind,
         "GROUP": rotation.group,
         "NORM": norm(rotation.group),
@@ -257,6 +219,8 @@ def config(
         "OVERLAP": overlap,
         "launch_pdl": overlap,
         "num_warps": warps,
+        # three rows of four warps instead of two on a multiprocessor, for one pointer that is read back
+        "maxnreg": 168 if (warps, whole, half) == (4, 3, 0) else None,
         **OPTIONS,
     }
 

@@ -243,6 +243,33 @@ def rotate_half(v, KIND: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def largest_of_thread(m, GROUP: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
+    """The running largest magnitude of a tile -> the largest of each thread, [32 W], without asking other threads."""
+    if HALF:
+        if GROUP == 32:
+            m = gl.max(gl.reshape(m, (8 * W, 8, 4)), axis=1)  # bits 2, 3, 5
+        else:
+            m = gl.max(gl.reshape(m, (8 * W, 4, 4)), axis=1)  # bits 4, 5 or 2, 3
+    elif GROUP == 512:
+        m = gl.max(gl.reshape(m, (8 * W, 8, 4, 2)), axis=3)  # bits 0, and 3, 4, 5
+        m = gl.max(m, axis=1)
+    elif GROUP == 1024:
+        m = gl.max(gl.reshape(m, (4 * W, 8, 8)), axis=1)  # bits 3, 4, 5
+    elif GROUP == 16 or GROUP == 32:
+        if GROUP == 16:
+            m = gl.max(gl.reshape(m, (16 * W, 4, 2, 4)), axis=3)  # bits 0, 1, and 4, 5
+        else:
+            m = gl.max(gl.reshape(m, (16 * W, 2, 2, 2, 4)), axis=4)  # bits 0, 1, then 3, and 5
+            m = gl.max(m, axis=2)
+        m = gl.max(m, axis=1)
+    else:
+        m = gl.max(gl.reshape(m, (16 * W, 2, 2, 4)), axis=3)  # bits 0, 1, and 3
+        m = gl.max(m, axis=1)
+    threads: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    return gl.convert_layout(gl.reshape(m, (32 * W,)), threads, assert_trivial=True)
+
+
+@gluon.jit
 def negated(channel):
     """±1.0: the sign that channels of a whole tile still have to be multiplied by after regular stages."""
     return 1.0 - 2.0 * ((channel >> 2) & (channel >> 3) & 1).to(gl.float32)
