@@ -75,6 +75,19 @@ class Transformer(nn.Module):
         return x
 
 
+def compiled_by_block(model: Transformer) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """The model with its block compiled, once for all blocks."""
+    torch._dynamo.reset()
+    blocks = [torch.compile(block, dynamic=False) for block in model.blocks]
+
+    def run(x: Tensor, t: Tensor, front_ends: bool) -> Tensor:
+        for block in blocks:
+            x = block(x, t, front_ends)
+        return x
+
+    return run
+
+
 class Models:
     """A model in bfloat16, the same quantized, and inputs, built once for a contest."""
 
@@ -127,11 +140,18 @@ def block(case: Case, device: torch.device) -> Contest:
         call = step(models.ours, front_ends=True)
         return Variant([call], lambda: far(call(), step(models.ours)(), FUSED_ERROR))
 
+    def compiled(model: Transformer, front_ends: bool) -> Variant:
+        call = partial(compiled_by_block(model), models.x, models.t, front_ends)
+        return Variant([call], lambda: far(call(), step(model)(), FUSED_ERROR))
+
     variants: dict[str, Callable[[], Variant]] = {
         "ours": lambda: Variant([step(models.ours)], models.check),
         "ours_front_ends": ours_front_ends,
         "torch_bf16": lambda: Variant([step(models.dense)]),
     }
+    if device.type == "cuda":
+        variants["ours_compile"] = partial(compiled, models.ours, front_ends=True)
+        variants["torch_compile"] = partial(compiled, models.dense, front_ends=False)
     return Contest(variants, timings_of(device), flops=models.flops)
 
 

@@ -15,6 +15,7 @@ from hadaquant.errors import MissingExtra
 COLOURS = {
     "ours": "#0b6e4f",
     "ours_front_ends": "#54b38a",
+    "ours_compile": "#95d5b2",
     "torch_bf16": "#8d99ae",
     "copy": "#8d99ae",
     "torch_compile": "#e09f3e",
@@ -29,8 +30,9 @@ COLOURS = {
 LABELS = {
     "ours": "hadaquant",
     "ours_front_ends": "hadaquant, front ends fused",
+    "ours_compile": "hadaquant, front ends and torch.compile",
     "torch_bf16": "torch bfloat16",
-    "torch_compile": "torch.compile, unfused",
+    "torch_compile": "torch.compile",
     "torch_then_ours": "torch, then hadaquant's quantize",
     "plain_triton": "plain Triton",
     "plain_triton_tuned": "plain Triton, best tile",
