@@ -49,9 +49,9 @@ def _load_scales(addresses, RULE: gl.constexpr, PURE: gl.constexpr):
 def gemv_kernel(
     x_ptr, sx_ptr, gx_ptr, w_ptr, sw_ptr, gw_ptr, bias_ptr, y_ptr, N, K32,
     M: gl.constexpr, BLOCK: gl.constexpr, RULE: gl.constexpr, HAS_GLOBAL: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BN: gl.constexpr, UNITS: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    BN: gl.constexpr, UNITS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, num_warps], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, gl.num_warps()], [1, 0])
     units = K32 * 2
     blocks = K32 * (32 // BLOCK)
     column = gl.program_id(0) * BN + gl.arange(0, BN, gl.SliceLayout(1, layout))

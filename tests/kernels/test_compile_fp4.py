@@ -1,0 +1,64 @@
+"""FP4 products compile ahead of time for every target they are made for, without spills."""
+
+import pytest
+
+from hadaquant.formats import get_format
+from hadaquant.ops.plan import interpreting
+
+if interpreting():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.experimental.gluon import language as gl
+
+from hadaquant.kernels import gemm_fp4_hopper, gemm_fp4_small
+
+from .compiling import SHARED_LIMIT, TARGETS, compile_for
+
+#: Launches can overlap.
+OVERLAPPING = ("sm_90", "sm_100", "sm_103", "sm_120")
+POINTERS = {
+    **{name: "*u8" for name in ("x_ptr", "sx_ptr", "w_ptr", "sw_ptr", "codes_ptr", "scales_ptr")},
+    **{name: "*fp32" for name in ("gx_ptr", "gw_ptr", "parts_ptr")},
+    **{name: "*bf16" for name in ("bias_ptr", "y_ptr")},
+}
+
+
+def check(usage, target: str, shared: int = SHARED_LIMIT) -> None:
+    assert usage.shared <= shared, f"{usage.shared} bytes of shared memory on {target}"
+    assert usage.spills == 0, f"{usage.spills} bytes of spills on {target}"
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm_")])
+def test_products_of_few_rows(target, format):
+    f, overlap = get_format(format), target in OVERLAPPING
+    for m in (1, 4):
+        arguments = gemm_fp4_small.gemv_config(m, f, True, overlap)
+        check(compile_for(gemm_fp4_small.gemv_kernel, POINTERS, arguments, target), target)
+    for tile in gemm_fp4_small.SLICES_AND_WORDS:
+        arguments = gemm_fp4_small.few_rows_config(tile, f, True, overlap)
+        check(compile_for(gemm_fp4_small.few_rows_kernel, POINTERS, arguments, target), target)
+
+
+def tile_of(dtype: str, *block: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), {"i32": gl.int32, "bf16": gl.bfloat16}[dtype])
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+@pytest.mark.parametrize(("rows", "split"), [(256, 1), (128, 1), (64, 4), (16, 2)])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_hopper_product(format, rows, split):
+    tensors = {
+        "x_desc": tile_of("bf16", rows, 64),
+        "w_desc": tile_of("i32", 64, 16),
+        "y_desc": tile_of("bf16", rows, 64),
+    }
+    arguments = gemm_fp4_hopper.config(get_format(format), True, rows, split)
+    usage = compile_for(gemm_fp4_hopper.fp4_mm_hopper, {**POINTERS, **tensors}, arguments, "sm_90")
+    check(usage, "sm_90", shared=227 * 1024)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_passes_around_the_hopper_product(format):
+    arguments = gemm_fp4_hopper.unpack_config(get_format(format), True)
+    check(compile_for(gemm_fp4_hopper.unpack_kernel, POINTERS, arguments, "sm_90"), "sm_90")
