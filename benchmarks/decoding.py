@@ -6,20 +6,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hadaquant import share_input
+from hadaquant.front import rms_norm, silu_mul
+
 
 class Decoder:
-    """Greedy decoding at batch 1. All state lies in fixed tensors, so that :meth:`step` can be captured."""
+    """Greedy decoding at batch 1. All state lies in fixed tensors, so that :meth:`step` can be captured.
 
-    def __init__(self, model: nn.Module, length: int) -> None:
+    ``front_ends``: the norms and SiLU(gate) · up run inside the kernels that quantize what they give, and linears
+    that read one input quantize it once. For models of RotatedLinear layers.
+    """
+
+    def __init__(self, model: nn.Module, length: int, front_ends: bool = False) -> None:
         self.model, config = model, model.config
+        self.front_ends = front_ends
+        if front_ends:
+            for layer in model.model.layers:
+                share_input([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+                share_input([layer.mlp.gate_proj, layer.mlp.up_proj])
         embedding = model.get_input_embeddings().weight
-        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
-        self.side = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.side = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         new = {"device": embedding.device}
         self.ids = torch.zeros(1, dtype=torch.long, **new)
         self.position = torch.zeros(1, dtype=torch.long, **new)
         self.places = torch.arange(length, **new)
-        shape = (config.num_hidden_layers, self.shared, length, self.side)
+        shape = (config.num_hidden_layers, config.num_key_value_heads, length, self.side)
         self.keys, self.values = (torch.zeros(shape, dtype=embedding.dtype, **new) for _ in range(2))
         cos, sin = model.model.rotary_emb(embedding[:1], self.places[None])
         self.cos, self.sin = cos[0], sin[0]  # [length, side]
@@ -37,25 +48,37 @@ class Decoder:
         cos, sin = (t.index_select(0, self.position) for t in (self.cos, self.sin))
         seen = (self.places <= self.position)[None, None]
         for layer, keys, values in zip(self.model.model.layers, self.keys, self.values, strict=True):
-            h = h + self.attention(layer.self_attn, layer.input_layernorm(h), cos, sin, seen, keys, values)
-            x = layer.post_attention_layernorm(h)
-            h = h + layer.mlp.down_proj(functional.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
+            attn, mlp = layer.self_attn, layer.mlp
+            q, k, v = self.normed(layer.input_layernorm, h, attn.q_proj, attn.k_proj, attn.v_proj)
+            h = h + attn.o_proj(self.attention(q, k, v, cos, sin, seen, keys, values))
+            gate, up = self.normed(layer.post_attention_layernorm, h, mlp.gate_proj, mlp.up_proj)
+            if self.front_ends:
+                h = h + mlp.down_proj(gate, front_end=silu_mul(up))
+            else:
+                h = h + mlp.down_proj(functional.silu(gate) * up)
         logits = self.model.lm_head(self.model.model.norm(h))
         self.ids.copy_(logits.argmax(-1))
         self.position += 1
 
+    def normed(self, norm: nn.Module, h: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+        """Linears of the norm of h."""
+        if self.front_ends:
+            front_end = rms_norm(norm.weight, norm.variance_epsilon)
+            return tuple(linear(h, front_end=front_end) for linear in linears)
+        x = norm(h)
+        return tuple(linear(x) for linear in linears)
+
     def attention(
-        self, attn: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, keys: Tensor, values: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention of one token over all before it, which it joins."""
-        q = rotated(attn.q_proj(x).view(self.heads, 1, self.side), cos, sin)
-        k = rotated(attn.k_proj(x).view(self.shared, 1, self.side), cos, sin)
+        """Attention of one token over all before it, which it joins: q [1, hidden] -> [1, hidden]."""
+        q, k = (rotated(t.view(-1, 1, self.side), cos, sin) for t in (q, k))
         keys.index_copy_(1, self.position, k)
-        values.index_copy_(1, self.position, attn.v_proj(x).view(self.shared, 1, self.side))
+        values.index_copy_(1, self.position, v.view(-1, 1, self.side))
         y = functional.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=seen[None], enable_gqa=True
         )
-        return attn.o_proj(y.view(1, -1))
+        return y.view(1, -1)
 
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         """Greedy tokens behind a prompt."""

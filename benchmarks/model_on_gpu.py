@@ -68,9 +68,9 @@ def compare(prompt: str, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tenso
     return row
 
 
-def tokens_a_second(model: PreTrainedModel, device: torch.device, tokens: int) -> float:
+def tokens_a_second(model: PreTrainedModel, device: torch.device, tokens: int, front_ends: bool) -> float:
     """Greedy decoding at batch 1, a CUDA graph a token; median of five runs."""
-    decoder = Decoder(model, tokens + 8)
+    decoder = Decoder(model, tokens + 8, front_ends)
     decoder.reset(1)
     for _ in range(3):
         decoder.step()
@@ -125,9 +125,10 @@ def main() -> None:
             rows.append(row)
         if options.source is not None:
             plain = AutoModelForCausalLM.from_pretrained(options.source, dtype=torch.bfloat16).to(device).eval()
-            models = {"bfloat16": plain, layer.format.name: gpu.to(torch.bfloat16)}
-            for name, model in models.items():
-                speed = tokens_a_second(model, device, options.tokens)
+            name, ours = layer.format.name, gpu.to(torch.bfloat16)
+            ways = {"bfloat16": (plain, False), name: (ours, False), f"{name}, front ends": (ours, True)}
+            for name, (model, front_ends) in ways.items():
+                speed = tokens_a_second(model, device, options.tokens, front_ends)
                 rows.append({"what": "decode", **what, "variant": name, "batch": 1, "tokens_a_second": round(speed, 1)})
                 print(json.dumps(rows[-1]), flush=True)
     append(options.out, rows)

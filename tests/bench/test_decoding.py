@@ -30,4 +30,6 @@ def test_the_decoder_generates_the_tokens_of_generate(quantized, monkeypatch):
     )
     with torch.inference_mode():
         mine = decoding["Decoder"](model, 32).generate(prompt, 12)
-    assert mine == made[0, len(prompt) :].tolist()
+        assert mine == made[0, len(prompt) :].tolist()
+        if quantized:  # in float32, front ends change the order of a norm's sum alone
+            assert decoding["Decoder"](model, 32, front_ends=True).generate(prompt, 12) == mine
