@@ -24,7 +24,7 @@ from hadaquant.kernels.front import as_rows, open_rows, row_arguments
 from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import choose, encode, magnitude_bits, multiplier
-from hadaquant.kernels.runtime import OPTIONS, given, on
+from hadaquant.kernels.runtime import OPTIONS, aligned, given, on
 from hadaquant.rotation import Rotation
 
 
@@ -331,20 +331,26 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [..., K]: the bytes of ``reference.quantize``, but for a front end's exp.
 
-    ``kernel``: the plan's; ``quantize_rows_gluon`` names the faster twin. ``rows`` overrides the tile.
+    ``kernel``: the plan's; ``quantize_rows_gluon`` and ``quantize_blocks_fast`` name the faster twins. ``rows``
+    overrides the tile.
     """
     shape, k = tuple(x.shape), x.shape[-1]
     m = x.numel() // k
     codes = torch.empty(format.codes_shape(shape), dtype=format.element.codes_dtype, device=x.device)
     scales_shape = format.scales_shape(shape, scale_layout)
     tiled = scale_layout == "tiled"
-    padded = tiled and scales_shape != (m, format.blocks(k))
+    padded = tiled and scales_shape != (m, format.blocks(k)) and kernel != "quantize_blocks_fast"
     new = torch.zeros if padded else torch.empty
     scales = new(scales_shape, dtype=format.scale.dtype, device=x.device)
     if kernel == "quantize_rows_gluon":
         from hadaquant.kernels.quantize_rows_gluon import quantize_rows
 
-        quantize_rows(x.contiguous(), codes, scales, format, rotation)
+        quantize_rows(aligned(x.contiguous()), codes, scales, format, rotation)
+        return codes, scales
+    if kernel == "quantize_blocks_fast":
+        from hadaquant.kernels.quantize_blocks_fast import quantize_blocks
+
+        quantize_blocks(x.contiguous(), codes, scales, format, rotation, global_scale, scale_layout)
         return codes, scales
     signs, matrix, g = given(rotation.signs, x), given(rotation.matrix, x), given(global_scale, x)
     with on(x.device):

@@ -125,6 +125,8 @@ def _choose(op: str, format: str, target: Target, backend: str, candidates: list
     return plan(None, reason, target.vendor == "cpu", against)
 
 
+#: Channels of the largest group that the registers of a thread hold.
+LARGEST_UNIT = 128
 #: Widest row that the registers of eight warps hold.
 WIDEST_ROW = 32768
 
@@ -144,6 +146,15 @@ def _rows_in_registers(
         return f"its layouts hold Hadamard groups of {', '.join(map(str, groups))}, not {rotation}"
     if k % 256 or k > WIDEST_ROW:
         return f"it needs K to be a multiple of 256 up to {WIDEST_ROW}, not {k}"
+    return None
+
+
+def _units_in_threads(rotation: Rotation, target: Target) -> str | None:
+    """What speaks against a thread holding whole blocks and groups."""
+    if target.vendor != "nvidia":
+        return "it is written in NVIDIA's instructions"
+    if rotation.kind == "matrix" or rotation.group > LARGEST_UNIT:
+        return f"a thread's registers hold Hadamard groups up to {LARGEST_UNIT}, not {rotation}"
     return None
 
 
@@ -185,6 +196,10 @@ def plan_quantize(
         why = "whole rows in registers, the next one on its way, one exchange through shared memory"
         refusal = _rows_in_registers(rotation, target, dtype, k, front_end)
         candidates.insert(0, Candidate(kernel="quantize_rows_gluon", why=why, refusal=refusal))
+    elif front_end == "none":
+        why = "a thread a block or group: rotate, scale, encode and pack in its registers, the next one on its way"
+        refusal = _units_in_threads(rotation, target)
+        candidates.insert(0, Candidate(kernel="quantize_blocks_fast", why=why, refusal=refusal))
     return _choose("quantize", format.name, target, backend, candidates)
 
 
