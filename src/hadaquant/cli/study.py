@@ -119,6 +119,8 @@ def _show(answer: Answer, folder: Path) -> None:
         out.print(f"[yellow]not measured: {escape(name)}: {escape(reason)}[/]", soft_wrap=True)
     chosen = answer.selection
     out.print(f"Plan: {chosen.bits:.3f} bits a weight, {chosen.db:.1f} dB; {escape(str(folder / 'plan.json'))}")
+    for verdict in answer.verdicts:
+        out.print(f"{verdict.format}: {escape(answer.evidence(verdict))}.", soft_wrap=True)
     out.print(f"[bold]Does the rotation help? {escape(answer.sentence)}[/]", soft_wrap=True)
 
 

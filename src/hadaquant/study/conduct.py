@@ -18,7 +18,7 @@ from hadaquant.study.models import ModelFolder
 from hadaquant.study.perplexity import read_tokens
 from hadaquant.study.rotations import as_rotation
 from hadaquant.study.run import Linears, Progress, Settings, StudyFolder, digest, linears_of, study_layers
-from hadaquant.study.trials import Bench, FormatTrial, Outcome, Trial, choice_of, try_formats, try_plan
+from hadaquant.study.trials import Bench, Outcome, Trial, choice_of, try_formats, try_plan
 from hadaquant.study.verdict import FormatVerdict, verdicts
 
 FORMATS = ("int8", "nvfp4", "mxfp4")
@@ -80,20 +80,33 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The verdict."""
-        if self.outcome is None:
-            said = "; ".join(f"{v.format}: {v.helps}, {_by_layers(v)}" for v in self.verdicts)
-            return f"{said or 'No rotation was measured'}. Untested on the model: no text was given."
-        return "; ".join(f"{t.verdict.format}: {t.helps}, {self._by_model(t)}" for t in self.outcome.formats) + "."
+        """The verdict, in one sentence."""
+        said = {t.verdict.format: (t.helps, t.best) for t in self.outcome.formats} if self.outcome else {}
+        said = {v.format: said.get(v.format, (v.helps, v.rotation)) for v in self.verdicts}
+        rotated = [f"{format} ({rotation})" for format, (helps, rotation) in said.items() if helps == "yes"]
+        plain = [format for format, (helps, _) in said.items() if helps == "no"]
+        even = [format for format, (helps, _) in said.items() if helps == "no difference"]
+        clauses = [
+            *([f"rotate {_and(rotated)}"] if rotated else []),
+            *([f"do not rotate {_and(plain)}"] if plain else []),
+            *([f"no difference was seen for {_and(even)}"] if even else []),
+        ]
+        text = "; ".join(clauses) or "no rotation was measured"
+        return f"{text[0].upper()}{text[1:]}{'' if self.outcome else ' (by the layers; untested on the model)'}."
 
-    def _by_model(self, trial: FormatTrial) -> str:
-        found = {t.rotation: t.result for t in self.trials if t.format == trial.verdict.format}
-        rotation = trial.best if trial.helps == "yes" else trial.verdict.rotation
+    def evidence(self, verdict: FormatVerdict) -> str:
+        """What the verdict on a format rests on."""
+        layers = f"{verdict.rotation} changes the noise of the layers' outputs by {-verdict.gain_db:+.1f} dB"
+        trial = next((t for t in self.outcome.formats if t.verdict is verdict), None) if self.outcome else None
+        if trial is None:
+            return layers
+        found = {t.rotation: t.result for t in self.trials if t.format == verdict.format}
+        rotation = trial.best if trial.helps == "yes" else verdict.rotation
         before, after = found["none"], found[rotation]
-        said = f"{rotation} takes perplexity from {before.perplexity:.2f} to {after.perplexity:.2f}"
+        text = f"{rotation} takes perplexity from {before.perplexity:.2f} to {after.perplexity:.2f}"
         if before.divergence is not None and after.divergence is not None:
-            said += f" and KL from {before.divergence.mean():.4f} to {after.divergence.mean():.4f}"
-        return said if trial.status == "confirmed" else f"{said}, though the layers said {trial.verdict.helps}"
+            text += f" and KL from {before.divergence.mean():.4f} to {after.divergence.mean():.4f}"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Everything for JSON."""
@@ -123,8 +136,8 @@ class Answer:
         return ModelPlan(**names, layers=layers, kept=self.kept, about=about)
 
 
-def _by_layers(verdict: FormatVerdict) -> str:
-    return f"{verdict.rotation} changes the outputs' noise by {-verdict.gain_db:+.1f} dB"
+def _and(names: Sequence[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 
 def conduct(
@@ -192,7 +205,7 @@ def _answer(
         settings=settings,
         text=None if q.text is None else q.text.name,
         results=results,
-        verdicts=verdicts(results),
+        verdicts=[t.verdict for t in outcome.formats] if outcome else verdicts(results),
         outcome=outcome,
         selection=selection,
         limits=limits,

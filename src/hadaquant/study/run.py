@@ -64,7 +64,8 @@ def digest(ids: Tensor) -> str:
 class Linears:
     """The linears of a checkpoint to study.
 
-    ``names``: the model's name of each, by its name in the checkpoint. ``kept``: why the others are left alone.
+    ``names``: the model's name of each, by its name in the checkpoint, in the model's order. ``kept``: why the
+    others are left alone.
     """
 
     names: Mapping[str, str]
@@ -98,7 +99,8 @@ def linears_of(
         raise LayerError(layer=checkpoint.path, rule=f"holds no linear to study ({reasons})", fix="give another model")
     targets = hf.model_names(model, [f"{layer}.weight" for layer in chosen])
     names = {layer: str(targets[f"{layer}.weight"]).removesuffix(".weight") for layer in chosen}
-    return Linears(names=names, kept=kept)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return Linears(names=dict(sorted(names.items(), key=lambda item: order.get(item[1], -1))), kept=kept)
 
 
 @dataclass(frozen=True)
