@@ -41,7 +41,7 @@ def gpu_target(name: str) -> GPUTarget:
 def compile_for(kernel, pointers: dict[str, str], arguments: dict[str, object], target: str) -> Usage:
     """Compile with pointer types, and constants and launch options as a launcher passes them.
 
-    Parameters that are neither are int32 sizes. Pointers, N and K count as multiples of 16, as Triton
+    Parameters that are neither are int32 sizes. Pointers, N, K and strides count as multiples of 16, as Triton
     finds them at run time for most models.
     """
     options = {k: v for k, v in arguments.items() if k in _LAUNCH}
@@ -52,7 +52,7 @@ def compile_for(kernel, pointers: dict[str, str], arguments: dict[str, object], 
             signature[name] = "constexpr"
             continue
         signature[name] = pointers.get(name, "i32")
-        if signature[name].startswith("*") or name in ("K", "N"):
+        if signature[name].startswith("*") or name in ("K", "N") or name.endswith("stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     unknown = set(constants) - set(kernel.arg_names)
     if unknown:

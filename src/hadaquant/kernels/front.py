@@ -72,6 +72,18 @@ def _row_sum(x_ptr, start, inside, mean, K, SQUARE: tl.constexpr, FRONT: tl.cons
 
 
 @triton.jit
+def divide_by(v, K):
+    """The correctly rounded quotient by a number of channels."""
+    return tl.div_rn(v, K * 1.0)
+
+
+@triton.jit
+def inverse_root(v, EPS: tl.constexpr):
+    """RN(1 / RN(sqrt(RN(v + eps))))"""
+    return tl.div_rn(1.0, tl.sqrt_rn(v + EPS))
+
+
+@triton.jit
 def open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS: tl.constexpr, WIDTH: tl.constexpr,
               TILES: tl.constexpr, FRONT: tl.constexpr):  # fmt: skip
     """What :func:`load_front` needs of these rows: where they and their operands begin, mean and inverse root.
@@ -86,9 +98,9 @@ def open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS: tl.constexpr, WID
     inverse = mean
     if EPS > 0:
         if KIND == "ada_norm":
-            mean = tl.div_rn(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K * 1.0)
+            mean = divide_by(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K)
         squares = _row_sum(x_ptr, start, inside, mean, K, True, FRONT, ROWS, WIDTH, TILES)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, K * 1.0) + EPS))
+        inverse = inverse_root(divide_by(squares, K), EPS)
     factor_ptr, factor_stride, factor_rows = factor
     shift_ptr, shift_stride, shift_rows = shift
     factor_start = row // factor_rows * factor_stride
