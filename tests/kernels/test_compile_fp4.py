@@ -10,7 +10,7 @@ if interpreting():
 
 from triton.experimental.gluon import language as gl
 
-from hadaquant.kernels import gemm_fp4_hopper, gemm_fp4_small
+from hadaquant.kernels import gemm_fp4, gemm_fp4_hopper, gemm_fp4_small
 
 from .compiling import SHARED_LIMIT, TARGETS, compile_for
 
@@ -59,6 +59,11 @@ def test_hopper_product(format, rows, split):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_passes_around_the_hopper_product(format):
-    arguments = gemm_fp4_hopper.unpack_config(get_format(format), True)
-    check(compile_for(gemm_fp4_hopper.unpack_kernel, POINTERS, arguments, "sm_90"), "sm_90")
+@pytest.mark.parametrize("target", TARGETS)
+def test_bfloat16_copies(target, format):
+    f, overlap = get_format(format), target in OVERLAPPING
+    for by_nibble in (False, True):
+        arguments = gemm_fp4.unpack_config(f, by_nibble, overlap)
+        check(compile_for(gemm_fp4.unpack_kernel, POINTERS, arguments, target), target)
+    arguments = gemm_fp4.finish_config(f, True)
+    check(compile_for(gemm_fp4.finish_kernel, {**POINTERS, "acc_ptr": "*fp32"}, arguments, target), target)

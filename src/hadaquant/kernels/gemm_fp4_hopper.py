@@ -30,40 +30,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
 from hadaquant.kernels.fp4_words import decode_nibble, paired_scales
-from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, multiprocessors, on, overlapping
+from hadaquant.kernels.gemm_fp4 import SPAN, unpack
+from hadaquant.kernels.numerics import narrow, widen
+from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, multiprocessors, on
 
-#: Codes of a row between which the order of columns changes: 16 words of 8 codes.
-SPAN = 128
 BN, STAGES = 128, 4
 #: Rows of tiles that are walked together, for reuse in the L2 cache.
 TILE_ROWS = 8
-
-
-@triton.jit
-def unpack_kernel(codes_ptr, scales_ptr, y_ptr, M, K, WIDTH, BLOCK: tl.constexpr, RULE: tl.constexpr,
-                  ROWS: tl.constexpr, COLS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y[m, 128 s + 16 i + c] = code · scale of element 128 s + 8 c + i: one nibble of 16 words after the other."""
-    spans = WIDTH // COLS
-    row = (tl.program_id(0) // spans).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    out = (tl.program_id(0) % spans) * COLS + tl.arange(0, COLS)
-    k = out // 128 * 128 + out % 16 * 8 + out // 16 % 8
-    inside = (row < M)[:, None] & (k < K)[None, :]
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    byte = tl.load(codes_ptr + row[:, None] * (K // 2) + (k // 2)[None, :], mask=inside, other=0).to(tl.int32)
-    stored = tl.load(scales_ptr + row[:, None] * (K // BLOCK) + (k // BLOCK)[None, :], mask=inside, other=0)
-    if RULE == "e4m3_global":
-        scale = decode_e4m3(stored.to(tl.int32))
-    else:
-        scale = decode_e8m0(stored.to(tl.int32))
-    y = decode_e2m1((byte >> (k % 2 * 4)[None, :]) & 15) * scale
-    tl.store(
-        y_ptr + row[:, None] * WIDTH + out[None, :],
-        narrow(y, tl.bfloat16),
-        mask=(row < M)[:, None] & (out < WIDTH)[None, :],
-    )
 
 
 @gluon.constexpr_function
@@ -260,31 +233,6 @@ def config(format: Format, has_bias: bool, rows: int = 256, split: int = 1, over
     }
 
 
-def unpack_config(format: Format, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments and launch options of :func:`unpack_kernel`."""
-    return {
-        "BLOCK": format.block,
-        "RULE": format.scale.name,
-        "ROWS": 8,
-        "COLS": SPAN,
-        "OVERLAP": overlap,
-        "num_warps": 4,
-        **OPTIONS,
-    }
-
-
-def unpack(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
-    """bfloat16 [M, K rounded up to whole spans] of codes and scales, in the order of the weights' nibbles."""
-    m, k = codes.shape[0], format.k_of(codes.shape[1])
-    config = unpack_config(format, launches_overlap(codes.device))
-    width = triton.cdiv(k, SPAN) * SPAN
-    y = torch.empty(m, width, dtype=torch.bfloat16, device=codes.device)
-    grid = (triton.cdiv(m, config["ROWS"]) * triton.cdiv(width, config["COLS"]),)
-    with on(codes.device):
-        unpack_kernel[grid](codes, scales, y, m, k, width, **config, **overlapping(config))
-    return y
-
-
 def _matrix(t: Tensor, block: list[int], element: Any) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, block, gl.NVMMASharedLayout.get_default_for(block, element))
 
@@ -305,7 +253,7 @@ def fp4_mm(
 
     ``split`` overrides the slices of K, ``programs`` one a multiprocessor.
     """
-    multiply(unpack(x, sx, format), gx, w, sw, gw, bias, y, format, tile[0], split, programs)
+    multiply(unpack(x, sx, format, by_nibble=True), gx, w, sw, gw, bias, y, format, tile[0], split, programs)
 
 
 def multiply(
