@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
-from hadaquant import formats, rotation
+from hadaquant import formats, front, rotation
 from hadaquant.bench import Case, Op, Result, latest, read
 from hadaquant.bench.plot import LABELS, draw
 from hadaquant.bench.report import size
@@ -57,9 +57,10 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 def formats_page() -> str:
     """docs/formats.md."""
-    lines = ["# Formats and rotations", ""]
+    lines = ["# Formats, rotations and front ends", ""]
     lines += [
-        "The numerics contract. Written by `make docs` from src/hadaquant/formats and rotation.py; change it there."
+        "The numerics contract. Written by `make docs` from src/hadaquant/formats, rotation.py and front.py: change it"
+        " there."
     ]
     head = ("name", "element", "scale rule", "scale dtype", "block", "global scale", "bits an element, 4096 × 4096")
     rows = []
@@ -82,6 +83,7 @@ def formats_page() -> str:
     groups = [2**i for i in range(1, rotation.MAX_GROUP.bit_length())]
     steps = [" ".join(f"{radix}:{stride}" for radix, stride in rotation.stages(g)) for g in groups]
     lines += table(("group", "stages, radix:stride"), zip(groups, steps, strict=True))
+    lines += ["", "## Front ends", "", *docstring(front)]
     return "\n".join(lines) + "\n"
 
 

@@ -25,8 +25,9 @@ The contract, version 1. RN is the rounding of one float32 operation; no two of 
     z = RN(x · RN(RN(RN(x · x) · 0x3D922279) + 0x3FCC422A)), y = RN(x / RN(1 + exp(-z))).
 
 4 and 5 give the same bytes everywhere. exp is a library's, and a kernel may use the hardware's exp2 and
-reciprocal: there a code differs only where the number before rounding lies near a boundary, within
-the error of y: :data:`EXP_ERROR` · (1 + |z|) · |y| + 2**-126 · |x · up|, z = x for ``silu_mul``.
+reciprocal: behind 6 and 7 a code or scale differs only where the number before rounding lies near a
+boundary, no farther than two computed y can lie apart: 2**-20 · (1 + |z|) · |y| + 2**-126 · |x · up|, where z
+is x for ``silu_mul`` and up is 1 for ``gelu_tanh``.
 
 Others round in between: transformers' norms return 16 bits before they multiply by the weight, and so
 their result differs from ours by up to that rounding.
