@@ -117,7 +117,7 @@ class Answer:
             "formats": [v.to_dict() for v in self.verdicts],
             "tested": None if self.outcome is None else [t.to_dict() for t in self.outcome.formats],
             "trials": [t.to_dict() for t in self.trials],
-            "plan": {"bits": self.selection.bits, "db": self.selection.db, **self.limits},
+            "plan": {"bits": self.selection.bits, "db": self.selection.db, "limits": self.limits},
             "layers": [r.to_dict() for r in self.results],
             "kept": self.kept,
         }

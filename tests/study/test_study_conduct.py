@@ -1,0 +1,164 @@
+"""From a model folder to a verdict, a plan, a quantized folder and its perplexity, by the commands."""
+
+import json
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from hadaquant.cli import app
+
+
+def run(*args):
+    return CliRunner().invoke(app, [*map(str, args)])
+
+
+def flat(result):
+    return " ".join((result.stdout + result.stderr).replace("│", " ").split())
+
+
+SMALL = ("--window", 64, "--rotations", "none,regular:16,random:64", "--rows", 64)
+
+
+@pytest.fixture(scope="module")
+def study(tiny, tmp_path_factory):
+    """The study of the tiny model: its folder and what was printed."""
+    root = tmp_path_factory.mktemp("study")
+    prose = root / "prose.txt"
+    prose.write_text("Sphinx of black quartz, judge my vow; pack my box with five dozen liquor jugs. " * 9)
+    out = root / "out"
+    args = ("study", tiny.source, "--calibration", prose, "--text", tiny.text, "--out", out, *SMALL, "--bits", 5)
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    return SimpleNamespace(out=out, prose=prose, args=args, printed=flat(result))
+
+
+def test_the_study_says_what_it_found(study):
+    content = json.loads((study.out / "study.json").read_text())
+    assert [f["format"] for f in content["formats"]] == ["int8", "nvfp4", "mxfp4"]
+    assert len(content["layers"]) == 14 and content["text"] == "text.txt"
+    assert [(t["format"], t["rotation"]) for t in content["trials"]][:2] == [
+        ("full precision", "none"),
+        ("int8", "none"),
+    ]
+    assert len(content["trials"]) == 11 and content["trials"][-1]["format"] == "plan"
+    assert content["kept"] == {}  # the head is tied to the embedding
+    assert f"Does the rotation help? {content['verdict']}" in study.printed
+    for trial in content["trials"]:
+        assert f"{trial['perplexity']:.2f}" in study.printed
+    assert {t["status"] for t in content["tested"]} <= {"confirmed", "not confirmed", "withdrawn"}
+    assert content["plan"]["bits"] <= 5 and f"Plan: {content['plan']['bits']:.3f} bits a weight" in study.printed
+
+
+def test_the_plan_is_obeyed_and_its_model_is_the_one_that_was_tried(study, tiny, tmp_path):
+    out, figures = tmp_path / "planned", tmp_path / "eval.json"
+    result = run("quantize", tiny.source, out, "--plan", study.out / "plan.json")
+    assert result.exit_code == 0, result.stderr
+    plan = json.loads((study.out / "plan.json").read_text())
+    assert plan["bits"] <= 5 and len(plan["layers"]) == 14
+    layers = json.loads((out / "config.json").read_text())["quantization_config"]["layers"]
+    assert {
+        name: f"{c['format']} {c['rotation']}{'+signs' if c['signs'] else ''}" for name, c in layers.items()
+    } == plan["layers"]
+    assert run("eval", out, "--text", tiny.text, "--window", 64, "--json", figures).exit_code == 0
+    row = json.loads(figures.read_text())["rows"][1]
+    tried = json.loads((study.out / "study.json").read_text())["trials"][-1]
+    assert row["perplexity"] == pytest.approx(tried["perplexity"], rel=1e-6)
+    assert row["divergence"] == pytest.approx(tried["divergence"], rel=1e-5)
+
+
+def test_a_plan_for_another_model(study, tiny, tmp_path):
+    from tiny_llama import tiny_llama
+
+    other = tiny_llama()
+    other.model.layers[0].mlp.up_proj.weight.data *= 2
+    other.save_pretrained(tmp_path / "other")
+    result = run("quantize", tmp_path / "other", tmp_path / "out", "--plan", study.out / "plan.json")
+    assert result.exit_code == 1 and "are not those it was made for" in flat(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_run_only_plans_and_reports_anew(study, tmp_path, monkeypatch):
+    from hadaquant.study import run as module
+    from hadaquant.study import trials
+
+    folder = tmp_path / "again"
+    shutil.copytree(study.out, folder)
+    monkeypatch.setattr(module, "capture", None)
+    args = [folder if a == study.out else a for a in study.args]
+    before = (study.out / "report.html").read_text()
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    assert (folder / "plan.json").read_bytes() == (study.out / "plan.json").read_bytes()
+    assert re.sub("<pre>.*?</pre>", "", before, flags=re.S) == re.sub(
+        "<pre>.*?</pre>", "", (folder / "report.html").read_text(), flags=re.S
+    )
+    # another limit needs another plan's trial, nothing else
+    measured = []
+    real = trials.perplexity
+    monkeypatch.setattr(trials, "perplexity", lambda *a: measured.append(1) or real(*a))
+    assert run(*[8.5 if a == 5 else a for a in args]).exit_code == 0
+    assert len(measured) <= 1 and json.loads((folder / "plan.json").read_text())["limits"] == {"bits": 8.5}
+
+
+def test_the_report_needs_nothing_beside_it(study):
+    page = (study.out / "report.html").read_text()
+    content = json.loads((study.out / "study.json").read_text())
+    assert content["verdict"] in page and "model.layers.1.self_attn.q_proj" in page
+    assert page.count("data:image/png;base64,") == 3 and "http" not in page
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    for name in ("layers", "outliers", "perplexity"):
+        assert (study.out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for setting in (
+        "prose.txt",
+        content["settings"]["digest"],
+        content["settings"]["fingerprint"],
+        "torch",
+        "hadaquant",
+    ):
+        assert setting in page
+
+
+def test_layers_alone(study, tiny, tmp_path):
+    args = ("study", tiny.source, "--calibration", study.prose, "--out", tmp_path / "out", *SMALL)
+    result = run(*args, "--formats", "int8", "--layers", "layers.0.mlp", "--target-db", 20)
+    assert result.exit_code == 0, result.stderr
+    assert "(by the layers; untested on the model)" in flat(result)
+    content = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert len(content["layers"]) == 3 and content["trials"] == [] and content["plan"]["db"] >= 20
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan["kept"]["model.layers.1.mlp.up_proj"] == "not among the layers that were studied"
+    assert (tmp_path / "out" / "report.html").read_text().count("data:image/png") == 2
+
+
+def test_mistakes_are_one_line(study, tiny, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    base = ("--calibration", study.prose, "--out", tmp_path / "out")
+    for args, words in (
+        ((tiny.source,), "give --calibration"),
+        ((tiny.source, *base, "--bits", 5, "--target-db", 20), "give one"),
+        ((tmp_path / "none", *base), "no such folder"),
+        ((tiny.plain, *base, "--window", 64), "already quantized"),
+        ((tiny.source, *base, "--formats", "fp3"), "unknown format 'fp3'"),
+        ((tiny.source, *base, "--rotations", "random:12"), "must be a power of two"),
+        ((tiny.source, "--calibration", short, "--window", 64), "shorter than one window"),
+        ((tiny.source, *base, "--text", short, "--window", 64), "shorter than one window"),
+        ((tiny.source, *base, "--text", study.prose, "--window", 64), "is the calibration text too"),
+        ((tiny.source, *base, "--layers", "layers.9", "--window", 64), "'layers.9' matches no layer"),
+    ):
+        result = run("study", *args)
+        assert result.exit_code and words in flat(result), (args, flat(result))
+        assert not (tmp_path / "out").exists()
+
+
+def test_without_the_report_s_packages(study, monkeypatch):
+    for package in ("jinja2", "matplotlib"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            result = run(*study.args)
+        assert result.exit_code == 0
+        assert "warning: there is no report.html" in result.stderr and "hadaquant[report]" in flat(result)
