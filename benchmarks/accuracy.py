@@ -101,7 +101,7 @@ def make(model: nn.Module, cell: Cell, batches: list[Tensor], backend: str) -> N
         put(model, name, decoded(model.get_submodule(name)))  # type: ignore[arg-type]
 
     coded = cell.activations == "coded"
-    recipe = Recipe(**{"method": cell.weights, **({} if coded else {"coded_inputs": False}), **dict(cell.recipe)})
+    recipe = Recipe(**{"method": cell.weights, **dict(cell.recipe)})
     calibrate_(model, format, rotation, batches, recipe, SKIP, backend=backend, progress=None if coded else settle)
 
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ def capture(
     linears: Iterable[str],
     *,
     gram: bool = False,
-    cross: bool = False,
     rows: int = 0,
     coded: Coded | None = None,
     kind: Kind = lambda name: None,
@@ -77,8 +75,7 @@ def capture(
         model: is put into eval mode.
         batches: what ``forward`` takes; of one shape, else no blocks are recognized.
         linears: names of modules that have ``in_features``.
-        gram, cross, rows: what to gather beside counts and maxima, see :class:`InputStatistics`. ``cross``
-            compares with the model as it was before; it stays None for linears outside of a chain.
+        gram, rows: what to gather beside counts and maxima, see :class:`InputStatistics`.
         coded: what to gather in place of an input; the same for all linears of a kind.
         kind: tells apart linears for which ``coded`` differs.
         stepwise: give the linears that read one tensor at a time, instead of a block at a time.
@@ -87,31 +84,27 @@ def capture(
     """
     wanted = list(dict.fromkeys(linears))
     model.eval()
-    gather = _Gather(gram, cross, rows, coded)
+    gather = _Gather(gram, rows, coded)
     chain = find_chain(model, batches, forward)
     if chain is not None:
         home = _device(model)
         where = home if device is None else torch.device(device)
-        full_data = list(chain.data)
         for (name, module), call in zip(chain.blocks, chain.calls, strict=True):
             mine = [n for n in wanted if f"{n}.".startswith(f"{name}.")]
             wanted = [n for n in wanted if n not in mine]
             module.to(where)
             block = _Block(model, name, call.to(where), chain.data)
-            full = _FrozenBlock(copy.deepcopy(module), name, block.call, full_data) if cross else None
             groups = _groups(block, mine, kind)
             for step in [[g] for g in groups] if stepwise else [groups] if groups else []:
-                yield gather(block, step, full)
+                yield gather(block, step)
             if name != chain.blocks[-1][0]:
                 block.advance()
-                if full is not None:
-                    full.advance()
             block.module.to(home)
     if wanted:
         whole = _Whole(model, batches, forward)
         groups = _groups(whole, wanted, kind)
         for step in [[g] for g in groups] if stepwise else _within_budget(whole, groups):
-            yield gather(whole, step, None)
+            yield gather(whole, step)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -160,19 +153,6 @@ class _Block:
             self.data[i] = self.run(x).to(x.device)
 
 
-class _FrozenBlock(_Block):
-    """A copy of a block as it was, whose linears are asked for by their names in the model."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The block."""
-        return self.model
-
-    def linear(self, name: str) -> nn.Module:
-        """The module of a name in the model."""
-        return self.model.get_submodule(name[len(self.name) + 1 :])
-
-
 def _groups(stage: _Whole | _Block, names: Sequence[str], kind: Kind) -> list[list[str]]:
     """Linears that read the same tensors together, in the order of the first batch's calls; then uncalled ones."""
     if not names:
@@ -218,32 +198,22 @@ class _Gather:
     """What :func:`capture` was asked to gather."""
 
     gram: bool
-    cross: bool
     rows: int
     coded: Coded | None
 
-    def __call__(
-        self, stage: _Whole | _Block, groups: list[list[str]], full: _Block | None
-    ) -> dict[str, InputStatistics]:
+    def __call__(self, stage: _Whole | _Block, groups: list[list[str]]) -> dict[str, InputStatistics]:
         """Run all batches; the statistics of each linear of some groups."""
         leaders = [group[0] for group in groups]
-        found = {name: self._statistics(stage.linear(name), cross=full is not None) for name in leaders}
-        references: dict[str, list[Tensor]] = {}
+        found = {name: self._statistics(stage.linear(name)) for name in leaders}
 
         def add(name: str, x: Tensor) -> None:
-            y = x if self.coded is None else self.coded(name, x)
-            waiting = references.get(name)
-            found[name].add(y, waiting.pop(0) if waiting else None)
+            found[name].add(x if self.coded is None else self.coded(name, x))
 
-        for i, x in enumerate(stage.data):
-            references.clear()
-            if full is not None:
-                with _reading(full, leaders, lambda name, x: references.setdefault(name, []).append(x)):
-                    full.run(full.data[i])
-            with _reading(stage, leaders, add):
+        with _reading(stage, leaders, add):
+            for x in stage.data:
                 stage.run(x)
         return {name: found[group[0]] for group in groups for name in group}
 
-    def _statistics(self, linear: nn.Module, cross: bool) -> InputStatistics:
+    def _statistics(self, linear: nn.Module) -> InputStatistics:
         k = int(linear.in_features)  # type: ignore[arg-type]
-        return InputStatistics(k, _device(linear), gram=self.gram, cross=cross, rows=self.rows)
+        return InputStatistics(k, _device(linear), gram=self.gram, rows=self.rows)

@@ -2,12 +2,10 @@
 
 Minimizes ‖X·Wᵀ − X·Ŵᵀ‖² column by column (Frantar et al., arXiv:2210.17323), in the rotated basis and on the
 contract's grid; with a scale search in each block it is the recipe of MR-GPTQ (Egiazarian et al., arXiv:2509.23202).
-Given what the unquantized model would read, the target is X_full·Wᵀ instead (as in Li et al., arXiv:2504.02692).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +33,11 @@ class Curvature:
         hessian: float64 [K, K], the sum of xᵀx over the rotated inputs, undamped.
         order: int64 [K], the rotated channels in the order they are rounded.
         factor: float32 [K, K], upper triangular U with UᵀU the inverse of the damped Hessian in that order.
-        shift: float32 [K, K] or None: W + W · shift is what makes up best for the inputs' own error.
-        cross, full: float64 [K, K] or None: the sums of x_fullᵀx and x_fullᵀx_full of the rotated inputs.
     """
 
     hessian: Tensor
     order: Tensor
     factor: Tensor
-    shift: Tensor | None
-    cross: Tensor | None = None
-    full: Tensor | None = None
 
     @classmethod
     def of(
@@ -53,12 +46,10 @@ class Curvature:
         format: Format,
         rotation: Rotation,
         *,
-        cross: Tensor | None = None,
-        full: Tensor | None = None,
         damping: float = 0.01,
         act_order: bool = True,
     ) -> Curvature:
-        """From sums in the original basis: of xᵀx, x_fullᵀx and x_fullᵀx_full. For the rest see :func:`gptq`.
+        """From the sum of xᵀx in the original basis; see :func:`gptq` for the arguments.
 
         Raises:
             LayerError: the sums hold NaN or Inf, or no damping makes them positive definite.
@@ -83,11 +74,7 @@ class Curvature:
         eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
         # H = U'U'ᵀ with U' upper, so that U = U'⁻¹ gives UᵀU = H⁻¹ without inverting H
         factor = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-        cross, full = (None if sums is None else _rotated(sums, r) for sums in (cross, full))
-        shift = None
-        if cross is not None:
-            shift = ((cross - h)[:, order] @ (factor.T @ factor))[:, order.argsort()].to(torch.float32)
-        return cls(h, order, factor.to(torch.float32), shift, cross, full)
+        return cls(h, order, factor.to(torch.float32))
 
 
 def _rotated(gram: Tensor, rotation: Rotation) -> Tensor:
@@ -118,7 +105,6 @@ def gptq(
     format: str | Format,
     rotation: str | Rotation = "none",
     *,
-    cross: Tensor | None = None,
     search: bool = False,
     damping: float = 0.01,
     act_order: bool = True,
@@ -131,7 +117,6 @@ def gptq(
         hessian: [K, K], a multiple of the sum of xᵀx over the inputs x of the linear, in the original basis;
             or a :class:`Curvature`, which holds the next arguments but ``search`` and ``fixed``.
         format, rotation: as in :func:`hadaquant.quantize`.
-        cross: [K, K], the same multiple of the sum of x_fullᵀx, to aim at x_full · Wᵀ.
         search: try scales around the contract's and keep those of the least error.
         damping: share of the mean diagonal that is added to the diagonal; raised where the Hessian is singular.
         act_order: round the channels of the strongest inputs first; a block's channels stay together.
@@ -143,14 +128,10 @@ def gptq(
     y, f, r = rotated_weight(weight, format, rotation)
     k = y.shape[1]
     if isinstance(hessian, Tensor):
-        for what, sums in (("hessian", hessian), ("cross", cross)):
-            if sums is not None and tuple(sums.shape) != (k, k):
-                raise ShapeError(
-                    what=what, found=tuple(sums.shape), expected=(k, k), fix="one row and column a channel"
-                )
-        hessian = Curvature.of(hessian, f, r, cross=cross, damping=damping, act_order=act_order)
-    if hessian.shift is not None:
-        y = y + y @ hessian.shift
+        if tuple(hessian.shape) != (k, k):
+            found = tuple(hessian.shape)
+            raise ShapeError(what="hessian", found=found, expected=(k, k), fix="one row and column a channel")
+        hessian = Curvature.of(hessian, f, r, damping=damping, act_order=act_order)
     grid = Grid.of(y, f)
     codes, scales = _round(y[:, hessian.order], grid, hessian.factor, search, fixed)
     back = hessian.order.argsort()
@@ -206,20 +187,8 @@ def _round_columns(y: Tensor, grid: Grid, scales: Tensor, factor: Tensor) -> tup
 
 
 def output_error(weight: Tensor, quantized: QuantizedTensor, curvature: Curvature) -> float:
-    """‖X·Wᵀ − X·Ŵᵀ‖ / ‖X·Wᵀ‖ over the inputs that the curvature was made of; 0 where that is 0 / 0.
-
-    Where the curvature knows what the unquantized model reads, ‖X_full·Wᵀ − X·Ŵᵀ‖ / ‖X_full·Wᵀ‖.
-    """
+    """‖X·Wᵀ − X·Ŵᵀ‖ / ‖X·Wᵀ‖ over the inputs that the curvature was made of; 0 where that is 0 / 0."""
     w = rotated_weight(weight, quantized.format, quantized.rotation)[0].to(torch.float64)
-    q = reference.decode(quantized.codes, quantized.scales, quantized.global_scale, quantized.format).to(torch.float64)
-
-    def product(a: Tensor, sums: Tensor, b: Tensor) -> float:
-        return ((a @ sums) * b).sum().item()
-
-    h, c, full = curvature.hessian, curvature.cross, curvature.full
-    if c is None or full is None:
-        error, output = product(q - w, h, q - w), product(w, h, w)
-    else:
-        output = product(w, full, w)
-        error = output - 2 * product(w, c, q) + product(q, h, q)
-    return math.sqrt(max(error, 0.0) / output) if output > 0 else 0.0
+    q = reference.decode(quantized.codes, quantized.scales, quantized.global_scale, quantized.format)
+    error, output = (((m @ curvature.hessian) * m).sum().clamp(min=0).sqrt().item() for m in (q - w, w))
+    return error / output if output else 0.0

@@ -15,17 +15,13 @@ class InputStatistics:
         count: finite rows seen; ``nonfinite``: the others.
         absmax: float32 [K], each channel's largest magnitude; zeros before the first row.
         gram: float64 [K, K], the sum of xᵀx over rows; None unless asked for.
-        cross: float64 [K, K], the sum of x_fullᵀx, where x_full is what the unquantized model puts in the same
-            row; None unless asked for. ``full``: likewise the sum of x_fullᵀx_full.
         sample: [up to ``rows``, K] rows drawn evenly from all (a reservoir of a fixed seed), in their own dtype.
     """
 
-    def __init__(self, k: int, device: torch.device, *, gram: bool, cross: bool, rows: int) -> None:
+    def __init__(self, k: int, device: torch.device, *, gram: bool, rows: int) -> None:
         self.count = self.nonfinite = 0
         self.absmax = torch.zeros(k, dtype=torch.float32, device=device)
         self.gram = torch.zeros(k, k, dtype=torch.float64, device=device) if gram else None
-        self.cross = torch.zeros(k, k, dtype=torch.float64, device=device) if cross else None
-        self.full = torch.zeros_like(self.cross) if self.cross is not None else None
         self._rows = rows
         self._kept: list[Tensor] = []
         self._random = torch.Generator().manual_seed(0)
@@ -35,19 +31,14 @@ class InputStatistics:
         """[up to ``rows``, K]; without rows where none was asked for or seen."""
         return torch.stack(self._kept) if self._kept else self.absmax.new_zeros(0, self.absmax.numel())
 
-    def add(self, x: Tensor, full: Tensor | None = None) -> None:
-        """Take in x [..., K], and for ``cross`` what the unquantized model has in its place."""
-        if full is None or full.shape != x.shape:  # experts may get other rows than in the unquantized model
-            self.cross = self.full = full = None
+    def add(self, x: Tensor) -> None:
+        """Take in x [..., K]."""
         x = x.reshape(-1, x.shape[-1])
         finite = torch.isfinite(x).all(-1)
-        if full is not None:
-            full = full.reshape(x.shape)
-            finite &= torch.isfinite(full).all(-1)
         found = int(finite.sum())
         if found < x.shape[0]:
             self.nonfinite += x.shape[0] - found
-            x, full = x[finite], None if full is None else full[finite]
+            x = x[finite]
         if not found:
             return
         self._draw(x)
@@ -58,10 +49,6 @@ class InputStatistics:
         torch.maximum(self.absmax, y.abs().amax(0), out=self.absmax)
         if self.gram is not None:
             self.gram += y.T @ y
-        if self.cross is not None and self.full is not None and full is not None:
-            z = full.to(torch.float32)
-            self.cross += z.T @ y
-            self.full += z.T @ z
 
     def _draw(self, x: Tensor) -> None:
         """Row number t takes a random place of t + 1, and is kept if that is one of the first ``rows``."""

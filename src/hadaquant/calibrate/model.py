@@ -51,15 +51,13 @@ class Recipe:
 
     Attributes:
         method: one of :data:`METHODS`.
-        coded_inputs: let the weights make up for the inputs' coding too: GPTQ sees the inputs as the layer codes them.
-        full_target: aim at the outputs of the unquantized model, so that a layer also makes up for those before it.
+        coded_inputs: let GPTQ see the inputs as the layer codes them, not as they come.
         stepwise: quantize q, k, v before the inputs of the next projection are looked at, and so on.
         damping, act_order: see :func:`gptq`.
     """
 
     method: str = "gptq+search"
-    coded_inputs: bool = True
-    full_target: bool = True
+    coded_inputs: bool = False
     stepwise: bool = True
     damping: float = 0.01
     act_order: bool = True
@@ -142,7 +140,6 @@ def calibrate_(
             batches,
             order,
             gram=True,
-            cross=recipe.full_target and recipe.method != "search",
             coded=coded if use_coded else None,
             kind=kind,
             stepwise=recipe.stepwise,
@@ -215,8 +212,6 @@ def _replace(
                 inputs.gram,
                 job.format,
                 job.rotation,
-                cross=inputs.cross,
-                full=inputs.full,
                 damping=recipe.damping,
                 act_order=recipe.act_order,
             )
