@@ -134,6 +134,11 @@ memory. In a race the variants take turns in shuffled order, and medians count: 
 large products run at the power limit. So times of different races do not compare. *Host* is what one eager
 call costs in Python and launches, in microseconds.
 
+*plain Triton* is what one writes first: products in tiles of 128 × 128 by pointers (*best tile*: of seven to eight
+tiles), inputs by three kernels that rotate, reduce and quantize (*one kernel*: where a block is as large as the group).
+*torch.compile* is the same in plain torch with 16-bit rotations, compiled; of the transformer, its bfloat16 blocks.
+*cuBLASLt and torch* is `torch._int_mm` with scales in torch. All of it is in src/hadaquant/bench.
+
 Before anything was timed, its bits were compared with the reference's (FP4 products: at most twice the error of
 torch's own float32 product). No test times anything: a slow machine fails nothing.
 """
