@@ -2,15 +2,9 @@
 
 A thread owns units, a unit being a block or a group of channels, whichever is larger: nothing crosses threads.
 2.5625 bytes an element move (nvfp4 from bfloat16) and device memory is the roof, provided that instructions are
-few: at the speed of a copy an H200 has twenty for each element. Hence
+few: at the speed of a copy an H200 has twenty for each element. Hence ``quotients``.
 
-* quotients by the reciprocal in two terms, taken once a block: 1/d = hi + lo to 48 bits, and y·hi + (y·lo) rounds
-  to the code of the true quotient (tests/kernels/test_quotients.py tries every mantissa of d);
-* E2M1 in three instructions: an addend whose exponent follows the quotient's rounds it at the right bit;
-* two codes leave their sums by one multiply and one shift-and-add, and signs by one shift each.
-
-They do not hold for NaN, Inf, elements above ten times their divisor, or a global scale outside 2^±60. The largest
-quotient tells, and the program then does its units again, by the twin's own steps.
+What that does not hold for is done again by the twin's own steps.
 """
 
 import functools
@@ -26,132 +20,20 @@ from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
 from hadaquant.front import NONE
 from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants
-from hadaquant.kernels.numerics import (
-    FP32_INF_BITS,
-    bits,
-    choose,
-    decode_e4m3,
-    encode_e4m3,
-    from_bits,
-)
+from hadaquant.kernels.numerics import FP32_INF_BITS, bits
 from hadaquant.kernels.quantize import quantize_units
+from hadaquant.kernels.quotients import (
+    LARGEST_BITS,
+    LARGEST_GLOBAL,
+    LEAST_GLOBAL,
+    SCALE,
+    mxfp4_block,
+    nvfp4_block,
+    reciprocal,
+)
 from hadaquant.kernels.runtime import OPTIONS, Launch, given, multiprocessors, on
-from hadaquant.kernels.units import largest_magnitude, load_words, rotate_unit, widen_words
+from hadaquant.kernels.units import load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
-
-#: 1/6 in two terms.
-SIXTH = tl.constexpr(0.16666667163372039794921875)
-SIXTH_REST = tl.constexpr(-4.967053879312289e-09)
-#: Global scales for which no intermediate number is subnormal or infinite.
-LEAST_GLOBAL = tl.constexpr(2.0**-60)
-LARGEST_GLOBAL = tl.constexpr(2.0**60)
-#: Quotients are taken times 2^-21: an addend of 2 then has its last bit at the step of E2M1 below 2, and the
-#: exponent of 2 leaves no trace in the codes.
-SCALE = tl.constexpr(2.0**-21)
-#: It makes scaled quotients below 2 subnormal, those below 4 of biased exponent 1, below 8 of 2, below 16 of 3.
-SEGMENT = tl.constexpr(2.0**-106)
-#: Bits of 10 · SCALE: codes of quotients up to 10 saturate by the carry into their fourth bit.
-LARGEST_BITS = tl.constexpr(((127 + 3 - 21) << 23) + (1 << 21))
-
-
-@triton.jit
-def reciprocal(d):
-    """1/d = hi + lo to about 48 bits, for d and 1/d far from the ends of float32. hi is the rounded one."""
-    a = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
-    hi = tl.fma(tl.fma(-d, a, 1.0), a, a)
-    rest = tl.fma(-d, hi, 1.0)
-    lo = rest * hi
-    return hi, tl.fma(lo, rest, lo)
-
-
-@triton.jit
-def quotient(y, hi, lo):
-    """y / d. Adding +0 makes an exact -0 positive, as a code's sign bit says y < 0."""
-    return tl.fma(y, hi, tl.fma(y, lo, 0.0))
-
-
-@triton.jit
-def rounded_e2m1(h):
-    """int32 whose last three bits and exponent hold the E2M1 code of a quotient h / SCALE up to 10, and its sign.
-
-    The addend takes h's sign and has the exponent of 2, or of 4 where the step of E2M1 is twice as large, or of
-    8: adding it rounds h at that step. The code is the last bits and twice what the exponent has grown.
-    """
-    addend = tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0xFF800000, 0x40000000, 0xEA;",  # (a & b) | c, which ptxas else makes two of
-        "=r,r",
-        [bits(h * SEGMENT)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return bits(h + from_bits(addend))
-
-
-@triton.jit
-def code_pair(a, b):
-    """Two rounded elements -> the byte of their codes, in the low bits of an int32."""
-    both = (b * 16 + a).to(tl.uint32, bitcast=True)
-    return (both + (both >> 22)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _bytes_of(a, b, SELECT: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, " + SELECT + ";", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _pack(h, FIRST: tl.constexpr, SATURATE: tl.constexpr):
-    """int32 word of the codes of eight scaled quotients."""
-    r = ()
-    for i in tl.static_range(8):
-        r = r + (rounded_e2m1(h[FIRST + i]),)
-    low = _bytes_of(code_pair(r[0], r[1]), code_pair(r[2], r[3]), "0x0040")
-    high = _bytes_of(code_pair(r[4], r[5]), code_pair(r[6], r[7]), "0x0040")
-    codes = _bytes_of(low, high, "0x5410")
-    if SATURATE:  # 8 becomes 7
-        codes = codes - ((codes >> 3) & 0x11111111)
-    signs = r[7].to(tl.uint32, bitcast=True) >> 28
-    for i in tl.static_range(7):
-        signs = (signs << 4) | (r[6 - i].to(tl.uint32, bitcast=True) >> 28)
-    return codes | (signs.to(tl.int32, bitcast=True) & -0x77777778)
-
-
-@triton.jit
-def _nvfp4(v, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
-    """16 channels, still to be multiplied by NORM -> code words, scale byte, largest scaled quotient."""
-    amax = largest_magnitude(v, FIRST, 16)
-    s = quotient(tl.fma(amax, SIXTH * NORM, amax * (SIXTH_REST * NORM)), g[1], g[2])
-    if E4M3:
-        stored = s.to(tl.float8e4nv)
-        m = stored.to(tl.float32) * g[0]
-        stored = stored.to(tl.uint8, bitcast=True)
-    else:
-        stored = encode_e4m3(s)
-        m = decode_e4m3(stored) * g[0]
-    hi, lo = reciprocal(tl.where(m == 0.0, 1.0 / (SCALE * NORM), m))
-    h = ()
-    for i in tl.static_range(16):
-        h = h + (quotient(v[FIRST + i], hi, lo),)
-    return (_pack(h, 0, True), _pack(h, 8, True)), stored.to(tl.int32), amax * hi
-
-
-@triton.jit
-def _mxfp4(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
-    """32 channels, still to be multiplied by NORM -> code words, scale byte. Holds for all values."""
-    stored = choose(bits(largest_magnitude(v, FIRST, 32) * NORM), 1.0, RULE)
-    # SCALE over the divisor 2^(stored - 127), subnormal at the end: products with it are exact, or so small that
-    # their code is 0
-    inverse = from_bits(tl.where(stored < 233, (233 - stored) << 23, 1 << (255 - stored))) * NORM
-    h = ()
-    for i in tl.static_range(32):
-        h = h + (tl.fma(v[FIRST + i], inverse, 0.0),)
-    words = ()
-    for i in tl.static_range(4):
-        words = words + (tl.where(stored == 255, 0, _pack(h, 8 * i, RULE == "e8m0_floor")),)
-    return words, stored
 
 
 @triton.jit
@@ -257,6 +139,7 @@ def quantize_blocks_fast_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
     WHOLE: tl.constexpr,
+    FEW: tl.constexpr,
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
 ):
@@ -278,13 +161,15 @@ def quantize_blocks_fast_kernel(
         scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
 
     # the last steps first: whoever read x before, for its largest magnitude, left its end in the cache
-    first = steps - 1 - tl.program_id(0) * EACH
+    last = steps - 1
+    first = tl.program_id(0) * EACH
     stride = tl.num_programs(0) * EACH
     words = ()
     for i in tl.static_range(EACH):
-        step = tl.maximum(first - i, 0)
+        step = tl.maximum(last - first - i, 0)
         words = words + _words_of(x_ptr, step, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE)
-    for start in range(first, -1, -stride):
+    for begin in range(first, steps, stride):
+        start = last - begin
         worst = tl.zeros((N,), tl.int32) + beyond
         following = ()
         for i in tl.static_range(EACH):
@@ -296,10 +181,10 @@ def quantize_blocks_fast_kernel(
             stored = ()
             for j in tl.static_range(UNIT // BLOCK):
                 if SCALED:
-                    c, s, largest = _nvfp4(v, scale, j * BLOCK, NORM, E4M3)
+                    c, s, largest = nvfp4_block(v, scale, j * BLOCK, NORM, E4M3)
                     worst = tl.maximum(worst, bits(largest))
                 else:
-                    c, s = _mxfp4(v, j * BLOCK, NORM, RULE)
+                    c, s = mxfp4_block(v, j * BLOCK, NORM, RULE)
                 codes = codes + c
                 stored = stored + (s,)
             unit, place, real = _owned(
@@ -310,7 +195,7 @@ def quantize_blocks_fast_kernel(
         if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
             if tl.max(worst) > LARGEST_BITS:
                 _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units_in_row, N, EACH,
-                       ACROSS, UNIT, BLOCK, RULE, TILED, TILE_ROWS, TILE_COLS, WHOLE, ROTATION, FRONT)  # fmt: skip
+                       ACROSS, UNIT, BLOCK, RULE, TILED, TILE_ROWS, TILE_COLS, WHOLE, FEW, ROTATION, FRONT)  # fmt: skip
         words = following
 
 
@@ -318,9 +203,8 @@ def quantize_blocks_fast_kernel(
 def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units_in_row, N: tl.constexpr,
            EACH: tl.constexpr, ACROSS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
            TILED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, WHOLE: tl.constexpr,
-           ROTATION: tl.constexpr, FRONT: tl.constexpr):  # fmt: skip
-    """EACH steps by the twin, a few units at a time: it is not to need more registers than all the rest."""
-    FEW: tl.constexpr = max(1, 128 // UNIT)
+           FEW: tl.constexpr, ROTATION: tl.constexpr, FRONT: tl.constexpr):  # fmt: skip
+    """EACH steps by the twin, FEW units at a time."""
     tl.debug_barrier()  # the twin's threads own other channels
     for part in range(EACH * (N // FEW)):
         step, skip = tl.maximum(start - part // (N // FEW), 0), part % (N // FEW) * FEW
@@ -335,6 +219,8 @@ def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units
 
 #: Warps of a program, and channels of a thread at a time.
 WARPS, CHANNELS = 1, 32
+#: Channels that the twin works on at a time: it is not to need more registers than all the rest.
+TWIN_CHANNELS = 128
 
 
 def tiling(format: Format, rotation: Rotation, m: int, k: int, tiled: bool) -> dict[str, int | bool]:
@@ -357,6 +243,7 @@ def config(format: Format, rotation: Rotation, native_e4m3: bool, tiles: dict[st
         "E4M3": native_e4m3,
         "TILE_ROWS": TILE_ROWS,
         "TILE_COLS": TILE_COLS,
+        "FEW": max(1, TWIN_CHANNELS // tiles["UNIT"]),
         "ROTATION": constants(rotation),
         "FRONT": front_constants(NONE),
         "num_warps": tiles["N"] // 32,
@@ -401,7 +288,7 @@ def quantize_blocks(
         launch = _launches.get(key)
         if launch is None:
             compiled = config(format, rotation, converts_to_e4m3(x.device), tiles)
-            launch = _launches[key] = Launch(quantize_blocks_fast_kernel, arguments, compiled)
+            launch = _launches[key] = Launch(quantize_blocks_fast_kernel, arguments, compiled, x.device)
         most = multiprocessors(x.device) * launch.occupancy
         launch((min(most, triton.cdiv(arguments[5], tiles["EACH"])), 1, 1), *arguments)
 

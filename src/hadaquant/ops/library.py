@@ -27,7 +27,7 @@ from hadaquant.formats.scales import global_scale_of
 from hadaquant.front import FrontEnd
 from hadaquant.ops import checks
 from hadaquant.ops.candidates import OTHERS_PRODUCTS
-from hadaquant.ops.plan import Plan, plan_quantize, plan_rotate, plan_scaled_mm, tell
+from hadaquant.ops.plan import Plan, has_triton, plan_amax, plan_quantize, plan_rotate, plan_scaled_mm, tell
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import NONE, Rotation, trusted
 
@@ -127,8 +127,13 @@ def _amax(
     r, fe = trusted(rotation, signs, matrix), front.trusted(front_end, factor, shift)
     checks.check_input(x, None, r)
     checks.check_front_end(x, fe)
-    if _rotate_plan(x, r, backend).kernel == "reference" or x.numel() == 0:
+    plan = tell(plan_amax(r, target_of(x.device), backend, k=x.shape[-1], front_end=fe.kind))
+    if plan.kernel == "reference" or x.numel() == 0:
         return reference.amax(x, r, fe)
+    if plan.kernel == "amax_fast":
+        from hadaquant.kernels.amax_fast import amax as amax_fast
+
+        return amax_fast(x.contiguous(), r)
     from hadaquant.kernels.rotate import amax
 
     return amax(x, r, fe)
@@ -147,6 +152,10 @@ def _(x, rotation, signs, matrix, backend, front_end="none", factor=None, shift=
 @_op("global_scale(Tensor amax) -> Tensor")
 def _global_scale(amax: Tensor) -> Tensor:
     # an op of its own, because a compiler that saw its divisions would replace them by faster, wrong ones
+    if amax.is_cuda and has_triton() and target_of(amax.device).vendor == "nvidia":
+        from hadaquant.kernels.amax_fast import global_scale
+
+        return global_scale(amax)  # one launch in place of seven
     return global_scale_of(amax)
 
 

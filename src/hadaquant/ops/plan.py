@@ -125,8 +125,8 @@ def _choose(op: str, format: str, target: Target, backend: str, candidates: list
     return plan(None, reason, target.vendor == "cpu", against)
 
 
-#: Channels of the largest group that the registers of a thread hold.
-LARGEST_UNIT = 128
+#: Channels of the largest group that the registers of a thread hold, and that a thread takes at least.
+LARGEST_UNIT, LEAST_UNIT = 128, 16
 #: Widest row that the registers of eight warps hold.
 WIDEST_ROW = 32768
 
@@ -159,11 +159,28 @@ def _units_in_threads(rotation: Rotation, target: Target) -> str | None:
 
 
 def plan_rotate(rotation: Rotation, target: Target, backend: str = "auto") -> Plan:
-    """The plan of a rotation alone, and of the largest magnitude after it."""
+    """The plan of a rotation alone."""
     why = "butterflies in registers"
     if rotation.kind == "matrix":
         why = "a float32 matrix product, never TF32"
     return _choose("rotate", "float32", target, without_products(backend), [Candidate(kernel="rotate", why=why)])
+
+
+def plan_amax(
+    rotation: Rotation, target: Target, backend: str = "auto", *, k: int = 4096, front_end: str = "none"
+) -> Plan:
+    """The plan of the largest magnitude of a rotated tensor with rows of K elements. ``front_end``: its kind."""
+    refusal = _units_in_threads(rotation, target)
+    if front_end != "none":
+        refusal = f"a front end knows rows: {front_end}"
+    elif k % LEAST_UNIT:
+        refusal = f"K={k} is no multiple of {LEAST_UNIT}"
+    why = "one look at each block or group in a thread's registers, the next one on its way"
+    candidates = [
+        Candidate(kernel="amax_fast", why=why, refusal=refusal),
+        Candidate(kernel="amax", why="tiles in registers"),
+    ]
+    return _choose("amax", "float32", target, without_products(backend), candidates)
 
 
 def plan_quantize(
