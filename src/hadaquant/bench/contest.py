@@ -72,15 +72,10 @@ def differing(found: Sequence[Tensor | None], right: Sequence[Tensor | None]) ->
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{tuple(a.shape)} {a.dtype} where {tuple(b.shape)} {b.dtype} is right"
-        x, y = (t.to(found_device(found)).contiguous().view(-1).view(torch.uint8) for t in (a, b))
+        x, y = (t.to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b))
         wrong += int((x != y).sum())
         total += x.numel()
     return f"{wrong} of {total} bytes differ" if wrong else None
-
-
-def found_device(tensors: Sequence[Tensor | None]) -> torch.device:
-    """The device of the first tensor that is one."""
-    return next(t.device for t in tensors if t is not None)
 
 
 def parts(q: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -20,6 +20,8 @@ from hadaquant.rotation import parse
 from hadaquant.tensor import QuantizedTensor
 
 DTYPE = torch.bfloat16
+#: So many weights of a decoder's size are far more than a cache holds, also of FP4.
+MOST_WEIGHTS = 24
 #: Rows whose answer the CPU is asked for too.
 CPU_ROWS = 8
 #: Most rows of a product of FP4 that is computed again in float64.
@@ -30,7 +32,7 @@ def gemm(case: Case, device: torch.device) -> Contest:
     """The product of x [M, K] and w [N, K], both quantized, scales in the epilogue, against torch's bfloat16."""
     m, n, k = case.shape
     f, r = get_format(case.format), parse(case.rotation)
-    count = buffers(device, f.nbytes((m, k)) + f.nbytes((n, k)) + 2 * m * n, most=8)
+    count = buffers(device, f.nbytes((m, k)) + f.nbytes((n, k)) + 2 * m * n, most=MOST_WEIGHTS)
 
     def dense(rows: int) -> Tensor:
         return torch.randn(rows, k, device=device, dtype=DTYPE)
@@ -76,7 +78,7 @@ def linear(case: Case, device: torch.device) -> Contest:
     m, n, k = case.shape
     f, r = get_format(case.format), parse(case.rotation)
     nbytes = 2 * m * k + f.nbytes((n, k)) + 2 * m * n
-    count = buffers(device, nbytes, most=8)
+    count = buffers(device, nbytes, most=MOST_WEIGHTS)
     xs = [torch.randn(m, k, device=device, dtype=DTYPE) for _ in range(count)]
     dense = [nn.Linear(k, n, bias=False, dtype=DTYPE, device=device) for _ in range(count)]
     static = quantize(xs[0], f, rotation=r).global_scale if f.has_global_scale else None

@@ -66,19 +66,15 @@ def rotate_quantize(case: Case, device: torch.device) -> Contest:
     if f.block:
         variants["ours_tiled"] = partial(ours, scale_layout="tiled")
     if f.name in PLAIN_FORMATS and device.type == "cuda":
+        from hadaquant.bench.baselines import rows
+
         variants["torch_compile"] = lambda: plain(unfused.compiled(unfused.quantize), matrix(), f, g)
-        variants["plain_triton"] = lambda: plain(_baselines().three_kernels, matrix(), f, g)
+        variants["plain_triton"] = lambda: plain(rows.three_kernels, matrix(), f, g)
         if f.block and r.group in (1, f.block):
-            variants["plain_triton_fused"] = lambda: plain(_baselines().fused, matrix(), f, g)
+            variants["plain_triton_fused"] = lambda: plain(rows.fused, matrix(), f, g)
     if f.name == "int8" and r.spec == "regular:256" and device.type == "cuda":
         variants["comfy"] = lambda: plain(peers.comfy_rotate_quantize(), r.group, mine=False)
     return Contest(variants, timings_of(device), bytes=nbytes)
-
-
-def _baselines() -> Any:
-    from hadaquant.bench.baselines import rows
-
-    return rows
 
 
 def as_good(
