@@ -1,9 +1,9 @@
-"""Quantize SmolLM2-135M to INT8 with and without a rotation, and compare perplexities.
+"""Quantize SmolLM2-135M to INT8 with and without a rotation, compare perplexities, and study a few layers.
 
     python examples/demo.py        (or: make demo)
 
-Everything it makes is in demo/: the model, the text, both quantized folders, results.md and
-results.json. What is fetched or made from what is fetched is kept for the next time.
+Everything it makes is in demo/: the model, the texts, both quantized folders, the study with its report.html,
+results.md and results.json. What is fetched or made from what is fetched is kept for the next time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = Path("examples")
 DEMO = Path("demo")
-SOURCE, TEXT = DEMO / "smollm2", DEMO / "enwiki.txt"
+SOURCE, TEXT, NEWS = DEMO / "smollm2", DEMO / "enwiki.txt", DEMO / "news.txt"
 PLAIN, ROTATED = DEMO / "int8", DEMO / "int8-regular256"
+STUDY = DEMO / "study"
+#: An early, a middle and a late block: enough for a verdict in a minute.
+BLOCKS = ("layers.0", "layers.11", "layers.22")
 HADAQUANT = Path(sysconfig.get_path("scripts")) / "hadaquant"
 
 
@@ -57,6 +60,16 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def study() -> tuple[str, float]:
+    """The verdict of a short study in three formats, and the seconds it took."""
+    shutil.rmtree(ROOT / STUDY, ignore_errors=True)
+    options = ("--out", STUDY, "--rotations", "none,sylvester:16,regular:64,regular:256", "--windows", "4")
+    layers = [word for block in BLOCKS for word in ("--layers", block)]
+    printed, seconds = run(HADAQUANT, "study", SOURCE, "--calibration", NEWS, *options, "--rows", "128", *layers)
+    print(printed)
+    return json.loads((ROOT / STUDY / "study.json").read_text(encoding="utf-8"))["verdict"], seconds
+
+
 def markdown(results: dict[str, Any], seconds: dict[str, float]) -> str:
     """The results as a page."""
     rows = results["rows"]
@@ -72,7 +85,7 @@ def markdown(results: dict[str, Any], seconds: dict[str, float]) -> str:
             f"| {row['bytes'] / 2**20:.1f} MiB | {row['seconds']:.1f} |"
         )
     steps = ", ".join(f"{step} {took:.1f} s" for step, took in seconds.items())
-    return "\n".join([*lines, "", f"{verdict(rows)}", "", f"Steps: {steps}.", ""])
+    return "\n".join([*lines, "", f"{verdict(rows)}", "", results["study"], "", f"Steps: {steps}.", ""])
 
 
 def main() -> None:
@@ -83,6 +96,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
     _, seconds["fetch the model"] = run(sys.executable, EXAMPLES / "fetch_smollm2.py", SOURCE)
     _, seconds["fetch the text"] = run(sys.executable, EXAMPLES / "fetch_text.py", TEXT)
+    _, seconds["fetch the news"] = run(sys.executable, EXAMPLES / "fetch_news.py", NEWS)
     seconds["quantize plain"] = quantize(PLAIN, "none")
     seconds["quantize rotated"] = quantize(ROTATED, "regular:256")
     output = DEMO / "results.json"
@@ -91,13 +105,13 @@ def main() -> None:
     print(table)
 
     results = json.loads((ROOT / output).read_text(encoding="utf-8"))
-    (ROOT / output).write_text(
-        json.dumps({**results, "verdict": verdict(results["rows"]), "step_seconds": seconds}, indent=2) + "\n",
-        encoding="utf-8",
-    )
+    results["study"], seconds["study"] = study()
+    results |= {"verdict": verdict(results["rows"]), "step_seconds": seconds}
+    (ROOT / output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     (ROOT / DEMO / "results.md").write_text(markdown(results, seconds), encoding="utf-8")
-    print(verdict(results["rows"]))
-    print(f"{sum(seconds.values()):.0f} s in all; written to {DEMO / 'results.md'} and {output}")
+    print(f"{len(BLOCKS)} of the model's blocks: {results['study']}")
+    print(f"The whole model in INT8: {results['verdict']}")
+    print(f"{sum(seconds.values()):.0f} s in all; written to {DEMO / 'results.md'} and {STUDY / 'report.html'}")
 
 
 if __name__ == "__main__":

