@@ -11,7 +11,7 @@ practice the power limit. Needs K % 16 == 0, N % 8 == 0 and 16-byte aligned base
 ragged M and N are clipped by TMA, which also reads zeros beyond K.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hadaquant.kernels.runtime import OPTIONS, given, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, Address, given, multiprocessors, on
 
 BM, BN, BK, STAGES = 128, 256, 128, 4
 #: Rows of tiles that are walked together, for reuse in the L2 cache.
@@ -180,6 +180,12 @@ def int8_mm_hopper(
     CUT: gl.constexpr, HAS_BIAS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
+    # a descriptor costs the host some microseconds a launch: those that would be another's twins are not given
+    if CUT == 1:
+        w_cut_desc = w_desc
+        sw_cut_desc = sw_desc
+    if CUT <= 2:
+        y_cut_desc = y_desc
     x_buf = gl.allocate_shared_memory(gl.int8, [STAGES * 2, BM // 2, BK], x_desc.layout)
     w_buf = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], w_desc.layout)
     y_buf = gl.allocate_shared_memory(y_desc.dtype, [2, BM // 2, BN // 2], y_desc.layout)
@@ -241,33 +247,48 @@ def config(cut: int, has_bias: bool) -> dict[str, Any]:
     }
 
 
-def _matrix(t: Tensor, block: list[int], element: Any) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(t, block, gl.NVMMASharedLayout.get_default_for(block, element))
+def programs_of(m: int, n: int, multiprocessors: int) -> tuple[int, int]:
+    """How many programs share the tiles, and in how many parts the last ones are cut."""
+    tiles = triton.cdiv(m, BM) * triton.cdiv(n, BN)
+    cut = cut_of(tiles, multiprocessors)
+    return (min(multiprocessors, tiles) if cut == 1 else multiprocessors), cut
 
 
-def _vector(t: Tensor, block: int) -> TensorDescriptor:
+def _matrix(base: Tensor | Address, rows: int, columns: int, block: list[int], element: Any) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return TensorDescriptor(base, [rows, columns], [columns, 1], block, layout)
+
+
+def _vector(base: Tensor | Address, n: int, block: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor.from_tensor(t, [block], layout)
+    return TensorDescriptor(base, [n], [1], [block], layout)
+
+
+Base = TypeVar("Base", Tensor, Address)
+
+
+def descriptors(
+    x: Base, sx: Base, w: Base, sw: Base, y: Base, shape: tuple[int, int, int], cut: int
+) -> tuple[TensorDescriptor | None, ...]:
+    """The kernel's descriptors in its order: of tensors, or of addresses that are set later."""
+    m, n, k = shape
+    out = gl.bfloat16 if y.dtype == torch.bfloat16 else gl.float16
+    return (
+        _matrix(x, m, k, [BM // 2, BK], gl.int8),
+        _matrix(w, n, k, [BN, BK], gl.int8),
+        _matrix(w, n, k, [BN // cut, BK], gl.int8) if cut > 1 else None,
+        _matrix(y, m, n, [BM // 2, BN // 2], out),
+        _matrix(y, m, n, [BM // 2, BN // cut], out) if cut > 2 else None,
+        _vector(sx, m, BM),
+        _vector(sw, n, BN),
+        _vector(sw, n, BN // cut) if cut > 1 else None,
+    )
 
 
 def int8_mm(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y: Tensor, programs: int = 0) -> None:
     """y [M, N] of contiguous int8 x [M, K], w [N, K]. ``programs`` overrides one a multiprocessor."""
     (m, k), n = x.shape, w.shape[0]
-    programs = programs or multiprocessors(x.device)
-    tiles = triton.cdiv(m, BM) * triton.cdiv(n, BN)
-    cut = cut_of(tiles, programs)
-    out = gl.bfloat16 if y.dtype == torch.bfloat16 else gl.float16
-    x_desc = _matrix(x, [BM // 2, BK], gl.int8)
-    w_desc = _matrix(w, [BN, BK], gl.int8)
-    y_desc = _matrix(y, [BM // 2, BN // 2], out)
-    sx_desc, sw_desc = _vector(sx, BM), _vector(sw, BN)
-    w_cut, sw_cut, y_cut = w_desc, sw_desc, y_desc
-    if cut > 1:
-        w_cut, sw_cut = _matrix(w, [BN // cut, BK], gl.int8), _vector(sw, BN // cut)
-    if cut > 2:
-        y_cut = _matrix(y, [BM // 2, BN // cut], out)
+    programs, cut = programs_of(m, n, programs or multiprocessors(x.device))
+    arguments = (*descriptors(x, sx, w, sw, y, (m, n, k), cut), given(bias, y), m, n, k)
     with on(x.device):
-        int8_mm_hopper[(min(programs, tiles) if cut == 1 else programs,)](
-            x_desc, w_desc, w_cut, y_desc, y_cut, sx_desc, sw_desc, sw_cut,
-            given(bias, y), m, n, k, **config(cut, bias is not None),
-        )  # fmt: skip
+        int8_mm_hopper[(programs,)](*arguments, **config(cut, bias is not None))

@@ -5,23 +5,28 @@ next row while they work on this one. 3 bytes an element move and device memory 
 be small is the number of instructions and of passes through shared memory, so the layouts decide all.
 """
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
+from hadaquant.kernels.front_gluon import fronted, open_row
 from hadaquant.kernels.numerics import choose, multiplier
 from hadaquant.kernels.rows_gluon import (
+    inside,
     largest_of_thread,
+    load_row,
     negated,
+    ragged,
     rotate_half,
     rotate_whole,
     stored_layout,
     widen,
-    words_layout,
 )
 from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, multiprocessors, on
 from hadaquant.rotation import Rotation, norm
@@ -33,47 +38,6 @@ LARGEST_DIVISOR = gl.constexpr(2.0**90)
 SHRINK = gl.constexpr(2.0**-64)
 #: Adding it rounds |q| < 2**22 to an integer, ties to even, in the low bits.
 ROUND = gl.constexpr(1.5 * 2.0**23)
-
-
-@gluon.constexpr_function
-def _ragged(K, t, W, HALF):
-    """Whether tile t reaches beyond the row."""
-    return (t * 4 + (2 if HALF else 4)) * W * 256 > K
-
-
-@gluon.jit
-def _inside(K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr, WIDTH: gl.constexpr,
-            layout: gl.constexpr):  # fmt: skip
-    rows: gl.constexpr = 2 * W if HALF else 4 * W
-    run = t * (4 * W) + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-    return (run * 256 < K)[:, None] & (column < WIDTH)[None, :]
-
-
-@gluon.jit
-def _words(x_ptr, row, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
-    layout: gl.constexpr = words_layout(W, HALF)
-    rows: gl.constexpr = 2 * W if HALF else 4 * W
-    run = t * (4 * W) + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
-    word = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    return (x_ptr + row.to(gl.int64) * (K // 2)) + (run * 128)[:, None] + word[None, :]
-
-
-@gluon.jit
-def _load_tile(x_ptr, row, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
-    where = _words(x_ptr, row, K, t, W, HALF)
-    if _ragged(K, t, W, HALF):
-        return gl.load(where, mask=_inside(K, t, W, HALF, 128, words_layout(W, HALF)), other=0)
-    else:
-        return gl.load(where)
-
-
-@gluon.jit
-def _load(x_ptr, row, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
-    tiles = ()
-    for t in gl.static_range(T + H):
-        tiles = tiles + (_load_tile(x_ptr, row, K, t, W, t == T),)
-    return tiles
 
 
 @gluon.jit
@@ -107,8 +71,8 @@ def _store(codes, q_ptr, row, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr,
     run = t * (4 * W) + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
     channel = gl.arange(0, 256, layout=gl.SliceLayout(0, layout))
     where = (q_ptr + row.to(gl.int64) * K) + (run * 256)[:, None] + channel[None, :]
-    if _ragged(K, t, W, HALF):
-        gl.store(where, codes, mask=_inside(K, t, W, HALF, 256, layout))
+    if ragged(K, t, W, HALF):
+        gl.store(where, codes, mask=inside(K, t, W, HALF, 256, layout))
     else:
         gl.store(where, codes)
 
@@ -123,14 +87,21 @@ def _signed(v, signs_ptr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
-         NORM: gl.constexpr, SIGNED: gl.constexpr, RULE: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-         T: gl.constexpr, H: gl.constexpr):  # fmt: skip
+def quantize_row(tiles, row, operands, q_ptr, s_ptr, signs_ptr, DTYPE: gl.constexpr, FRONT: gl.constexpr,
+                 KIND: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, SIGNED: gl.constexpr, RULE: gl.constexpr,
+                 K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr):  # fmt: skip
+    """Front end, rotation, scale and codes of a row's words; operands of the front end as ``fronted`` takes them."""
     rotated = ()
     largest = None
     each = gl.full((32 * W,), 0, gl.int32, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    wide, inverse = tiles, 1.0
+    if FRONT[0] != "none":
+        wide, inverse = open_row(tiles, DTYPE, FRONT, K, W, T)
     for t in gl.static_range(T + H):
-        v = widen(tiles[t], DTYPE, W, t == T)
+        if FRONT[0] == "none":
+            v = widen(tiles[t], DTYPE, W, t == T)
+        else:
+            v = fronted(wide[t], inverse, row, operands, DTYPE, FRONT, K, t, W, t == T)
         if SIGNED:
             v = _signed(v, signs_ptr, GROUP)
         if t == T:
@@ -178,67 +149,70 @@ def quantize_rows_gluon(
         gdc_launch_dependents()
         gdc_wait()
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    words_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    tiles = _load(words_ptr, first, K, W, T, H)
+    tiles = load_row(x_ptr, first, K // 2, K, W, T, H)
     for row in range(first, M, step):
         # after the last row it is read once more: a mask would cost half an instruction an element
-        following = _load(words_ptr, gl.minimum(row + step, M - 1), K, W, T, H)
-        _row(tiles, row, q_ptr, s_ptr, signs_ptr, DTYPE, KIND, GROUP, NORM, SIGNED, RULE, K, W, T, H)
+        following = load_row(x_ptr, gl.minimum(row + step, M - 1), K // 2, K, W, T, H)
+        quantize_row(tiles, row, (), q_ptr, s_ptr, signs_ptr, DTYPE, ("none",), KIND, GROUP, NORM, SIGNED, RULE,
+                     K, W, T, H)  # fmt: skip
         tiles = following
 
 
-#: Most half tiles a thread may hold, by warps a row. More leave too few rows on a multiprocessor to hide the
-#: memory's latency, while more warps a row wait for each other more often (measured on an H200).
-_MOST = {1: 5, 2: 6, 4: 7}
+#: Warps a row, the best first where none wastes more (measured on an H200), and most half tiles a thread may hold.
+_WARPS, _MOST = (4, 2, 1, 8), 7
 
 
 def row_shape(k: int, group: int) -> tuple[int, int, int]:
-    """Warps a row, and whole and half tiles a warp. Groups above 256 have no half tiles."""
-    if group > 256:
-        warps = next((w for w in _MOST if k <= 3 * 1024 * w), 8)
-        return warps, -(-k // (1024 * warps)), 0
-    warps = next((w for w, most in _MOST.items() if k <= 512 * w * most), 8)
-    return warps, *divmod(-(-k // (512 * warps)), 2)
+    """Warps a row, and whole and half tiles a warp, that hold least beyond the row.
+
+    Groups above 256 have no half tiles.
+    """
+    best = (0, 0)
+    for warps in _WARPS:
+        halves = -(-k // (512 * warps))
+        halves += halves % 2 if group > 256 else 0
+        fits = halves <= _MOST and (halves > 1 or warps == 1)
+        if (fits and (not best[0] or halves * warps < best[0] * best[1])) or (warps == 8 and not best[0]):
+            best = warps, halves
+    return best[0], *divmod(best[1], 2)
 
 
-def config(format: Format, rotation: Rotation, k: int, overlap: bool) -> dict[str, Any]:
+def config(format: Format, kind: str, group: int, signed: bool, k: int, overlap: bool) -> dict[str, Any]:
     """Compile-time arguments and launch options. ``overlap``: launches may start before the last one has ended."""
-    warps, whole, half = row_shape(k, rotation.group)
+    warps, whole, half = row_shape(k, group)
     return {
         "K": k,
         "W": warps,
         "T": whole,
         "H": half,
-        "KIND": rotation.kind,
-        "GROUP": rotation.group,
-        "NORM": norm(rotation.group),
-        "SIGNED": rotation.signs is not None,
+        "KIND": kind,
+        "GROUP": group,
+        "NORM": norm(group),
+        "SIGNED": signed,
         "RULE": format.scale.name,
         "OVERLAP": overlap,
         "launch_pdl": overlap,
         "num_warps": warps,
-        # three rows of four warps instead of two on a multiprocessor, for one pointer that is read back
-        "maxnreg": 168 if (warps, whole, half) == (4, 3, 0) else None,
         **OPTIONS,
     }
 
 
+@functools.cache
+def launch_of(
+    format: Format, kind: str, group: int, signed: bool, k: int, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    """The kernel for rows of K elements of a dtype, compiled."""
+    constants = config(format, kind, group, signed, k, launches_overlap(device))
+    return Launch(quantize_rows_gluon, (dtype, torch.int8, torch.float32, torch.float32, 1), constants, device)
+
+
 def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, format: Format, rotation: Rotation) -> None:
-    """Fill codes and scales of contiguous x [M, K]."""
+    """Fill codes and scales of contiguous x [M, K] on a 16-byte boundary."""
     k = x.shape[-1]
     m = x.numel() // k
-    signs = given(rotation.signs, x)
-    key = (x.device.index, x.dtype, k, rotation.spec, rotation.signs is None)
-    launch = _launches.get(key)
-    if launch is None:
-        constants = config(format, rotation, k, launches_overlap(x.device))
-        launch = Launch(quantize_rows_gluon, (x, codes, scales, signs, m), constants)
-        _launches[key] = launch
+    launch = launch_of(format, rotation.kind, rotation.group, rotation.signs is not None, k, x.dtype, x.device)
     programs = min(m, multiprocessors(x.device) * launch.occupancy)
     with on(x.device):
-        launch((programs, 1, 1), x, codes, scales, signs, m)
-
-
-_launches: dict[tuple[object, ...], Launch] = {}
+        launch((programs, 1, 1), x, codes, scales, given(rotation.signs, x), m)

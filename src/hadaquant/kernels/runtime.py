@@ -53,25 +53,50 @@ def multiprocessors(device: torch.device) -> int:
 class Launch:
     """A kernel compiled once for one set of constants, launched without looking at its arguments again.
 
-    Arguments must keep the dtypes and the 16-byte alignment of those it was compiled with.
+    ``arguments``: tensors, dtypes of tensors, numbers or descriptors, as the kernel will get them: later ones must
+    have the same dtypes, the same alignment to 16 bytes, and numbers of the same divisibility. A later pointer may be
+    an address.
     """
 
-    def __init__(self, kernel: Any, arguments: tuple[Any, ...], config: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], config: dict[str, Any], device: torch.device) -> None:
+        import triton
+
         names = kernel.arg_names
         self._constants = tuple(config[name] for name in names[len(arguments) :])
-        self.compiled = kernel.warmup(*arguments, **config, grid=(1,))
-        self.compiled._init_handles()
+        self._device = device
+        with on(device):
+            self._compiled = kernel.warmup(*arguments, **config, grid=(1,))
+            self._run = self._compiled.run  # loads it
+        self._knobs, self._driver = triton.knobs.runtime, triton.runtime.driver
         self.occupancy = self._occupancy(config["num_warps"])
 
     def _occupancy(self, warps: int) -> int:
         """Blocks a multiprocessor holds, rounded down so that its four schedulers get equal warps."""
-        per_warp = -(-self.compiled.n_regs // 8) * 8 * 32
+        per_warp = -(-self._compiled.n_regs // 8) * 8 * 32
         blocks = min(_REGISTERS // (per_warp * warps), _WARPS // warps, _BLOCKS)
-        if self.compiled.metadata.shared:
-            blocks = min(blocks, _SHARED // (self.compiled.metadata.shared + 1024))
+        if self._compiled.metadata.shared:
+            blocks = min(blocks, _SHARED // (self._compiled.metadata.shared + 1024))
         while blocks * warps > 4 and blocks * warps % 4:
             blocks -= 1
         return max(blocks, 1)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        self.compiled[grid](*arguments, *self._constants)
+        """Launch on the current stream of the device, which must be the current one."""
+        kernel, knobs = self._compiled, self._knobs
+        stream = self._driver.active.get_current_stream(self._device.index)
+        metadata = kernel.launch_metadata(grid, stream, *arguments, *self._constants)
+        self._run(
+            *grid, stream, kernel.function, kernel.packed_metadata, metadata,
+            knobs.launch_enter_hook, knobs.launch_exit_hook, *arguments, *self._constants,
+        )  # fmt: skip
+
+
+class Address:
+    """Where a tensor descriptor's data lies, in place of a tensor."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.value = dtype, 0
+
+    def data_ptr(self) -> int:
+        """The address in bytes."""
+        return self.value

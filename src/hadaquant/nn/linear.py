@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_map
 from hadaquant.contract import Contract
 from hadaquant.errors import FrontEndError, LayerError, MismatchError, ShapeError
 from hadaquant.formats import Format, get_format
-from hadaquant.front import FrontEnd, given
+from hadaquant.front import NONE, FrontEnd, given
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
 from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
+from hadaquant.ops.direct import direct_linear, unwatched
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import Rotation, parse, trusted
@@ -232,6 +233,10 @@ class RotatedLinear(nn.Module):
         return self._product(x, fe, dtype)
 
     def _product(self, x: Tensor, front_end: FrontEnd, dtype: torch.dtype) -> Tensor:
+        if front_end is NONE and self.input_group is None and self.format.block is None and unwatched(x):
+            y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
+            if y is not None:
+                return y
         if self.input_group is None or torch.compiler.is_compiling():
             codes, scales, g = self._quantize_input(x, front_end)
         else:

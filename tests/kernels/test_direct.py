@@ -1,0 +1,100 @@
+"""A linear called without the dispatcher gives the bits of its ops. It runs on a GPU only."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import hadaquant as hq
+from hadaquant.errors import ShapeError
+from hadaquant.front import NONE
+from hadaquant.ops import direct
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+K, N = 1024, 1544
+
+
+def layer_of(bias: bool = True, rotation: str | hq.Rotation = "regular:256", dtype: torch.dtype = torch.bfloat16):
+    torch.manual_seed(0)
+    linear = nn.Linear(K, N, bias=bias, dtype=dtype, device="cuda")
+    return hq.RotatedLinear.from_linear(linear, "int8", rotation).requires_grad_(False)
+
+
+def by_ops(layer: hq.RotatedLinear, x: torch.Tensor) -> torch.Tensor:
+    codes, scales, g = layer._quantize_input(x, NONE)
+    w = (layer.codes, layer.scales, layer.global_scale, layer.bias)
+    return torch.ops.hadaquant.scaled_mm(codes, scales, g, *w, "int8", x.dtype, layer.backend)
+
+
+def directly(layer: hq.RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
+    return direct.direct_linear(x, layer._parameters, "int8", layer.rotation_spec, layer.backend, x.dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("m", [1, 2, 3, 16, 17, 64, 128, 300, 1024, 4000])
+def test_same_bits_at_any_number_of_rows(m, bias):
+    layer, x = layer_of(bias), torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+    y = directly(layer, x)
+    assert y is not None
+    assert torch.equal(y, by_ops(layer, x))
+    assert torch.equal(layer(x), y)
+
+
+def test_signs_and_float16():
+    signs = torch.randint(0, 2, (256,), generator=torch.Generator().manual_seed(2)) * 2 - 1
+    layer = layer_of(rotation=hq.Rotation("sylvester", 256, signs=signs), dtype=torch.float16)
+    x = torch.randn(5, K, device="cuda", dtype=torch.float16)
+    y = directly(layer, x)
+    assert y is not None
+    assert torch.equal(y, by_ops(layer, x))
+
+
+def test_what_it_leaves_to_the_ops():
+    layer, x = layer_of(), torch.randn(4, K, device="cuda", dtype=torch.bfloat16)
+    odd = torch.randn(4 * K + 1, device="cuda", dtype=torch.bfloat16)[1:].view(4, K)
+    for other in (odd, x.float(), torch.randn(4, 2 * K, device="cuda", dtype=torch.bfloat16)[:, ::2], x[:0]):
+        assert directly(layer, other) is None
+        assert torch.equal(layer(other), by_ops(layer, other))
+    assert not direct.unwatched(nn.Parameter(x))
+    assert direct.unwatched(x)
+
+
+def test_changed_weights_are_used_and_wrong_ones_refused():
+    layer, x = layer_of(), torch.randn(4, K, device="cuda", dtype=torch.bfloat16)
+    before = layer(x)
+    layer.set_weight(torch.randn(N, K, device="cuda"))
+    assert not torch.equal(layer(x), before)
+    assert torch.equal(layer(x), by_ops(layer, x))
+    layer.scales = nn.Parameter(torch.ones(N - 1, device="cuda"), requires_grad=False)
+    with pytest.raises(ShapeError):
+        layer(x)
+
+
+def test_threads_and_streams():
+    layer = layer_of()
+    xs = [torch.randn(m, K, device="cuda", dtype=torch.bfloat16) for m in (1, 40, 4000, 4000) for _ in range(8)]
+    expected = [by_ops(layer, x) for x in xs]
+    torch.cuda.synchronize()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            y = layer(x)
+            torch.cuda.current_stream().synchronize()
+            return y
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, xs))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_in_a_graph():
+    layer, x = layer_of(), torch.randn(4000, K, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, by_ops(layer, x))
