@@ -10,7 +10,8 @@ from hadaquant.ops.plan import interpreting
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from hadaquant.kernels import quantize, rotate
+from hadaquant.kernels import front as front_kernels
+from hadaquant.kernels import quantize, quantize_front_gluon, rotate
 from hadaquant.kernels.runtime import OPTIONS
 
 from .compiling import TARGETS, compile_for
@@ -44,3 +45,14 @@ def test_front_ends(target, kind, rotation):
     check(compile_for(quantize.quantize_walk_kernel, {**pointers("nvfp4"), **operands}, walk, target), target)
     alone = {**quantize.walk_config(r, front_end, 5120), "WRITE": False, **OPTIONS}
     check(compile_for(rotate.front_kernel, {**pointers("nvfp4"), **operands}, alone, target), target)
+
+
+@pytest.mark.parametrize("kind", FRONT_ENDS)
+@pytest.mark.parametrize(("target", "k"), [("sm_90", 3072), ("sm_90", 5120), ("sm_90", 12288), ("sm_80", 3072)])
+def test_front_ends_on_register_tiles(target, k, kind):
+    parameters = {"x_ptr": "*bf16", "q_ptr": "*i8", "s_ptr": "*fp32", "signs_ptr": "*fp32"}
+    parameters |= {"factor_ptr": "*bf16", "shift_ptr": "*bf16"}
+    described = front_kernels.constants(FRONT_ENDS[kind])
+    arguments = quantize_front_gluon.config(get_format("int8"), "regular", 256, False, described, k, target == "sm_90")
+    arguments = {name: value for name, value in arguments.items() if name != "launch_pdl" and value is not None}
+    check(compile_for(quantize_front_gluon.quantize_front_gluon, parameters, arguments, target), target)

@@ -67,5 +67,7 @@ def test_the_plan_names_the_front_end(kind):
     walk = plan_quantize(get_format("nvfp4"), none, target, front_end=kind)
     assert walk.kernel == "quantize_walk" and kind in walk.reason
     assert plan_quantize(get_format("int8"), none, target, front_end=kind).kernel == "quantize_rows"
+    fast = plan_quantize(get_format("int8"), parse("regular:256"), target, front_end=kind)
+    assert fast.kernel == "quantize_front_gluon"
     odd = Rotation("matrix", matrix=torch.eye(24))
     assert plan_quantize(get_format("int8"), odd, target, front_end=kind).kernel == "rotate+quantize_rows"

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from hadaquant.front import GELU_CUBIC, GELU_LINEAR
 from hadaquant.kernels.front import divide_by, inverse_root
-from hadaquant.kernels.rows_gluon import widen
+from hadaquant.kernels.rows_gluon import first_layout, inside, load_tile, ragged, widen, words_layout
 
 #: exp(-z) = exp2(z · -log2 e); GELU's z comes multiplied.
 LOG2E = gl.constexpr(-math.log2(math.e))
@@ -46,7 +46,7 @@ def _warp_sums(v, FRONT: gl.constexpr, W: gl.constexpr):
     """A tile [runs, 256] -> [W], the sum of each warp's runs."""
     for i in gl.static_range(len(FRONT[4])):
         v = _halve(v, FRONT[4][i])
-    for i in gl.static_range(_log2(v.numel // W)):
+    for _ in gl.static_range(_log2(v.numel // W)):
         v = _halve(v, 1)
     return gl.reshape(v, (W,))
 
@@ -82,19 +82,13 @@ def _row_sum(tiles, SQUARE: gl.constexpr, FRONT: gl.constexpr, W: gl.constexpr):
     return gl.sum(sums, axis=0)
 
 
-@gluon.constexpr_function
-def _ragged_rows(runs, t, W, K):
-    return t * 4 * W * 256 + runs * 256 > K
-
-
 @gluon.jit
-def _less(v, mean, t: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+def _less(v, mean, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
     """v - mean, and 0 beyond the row."""
-    d = v - mean
-    if _ragged_rows(v.shape[0], t, W, K):
-        run = t * (4 * W) + gl.arange(0, v.shape[0], layout=gl.SliceLayout(1, v.type.layout))
-        d = gl.where((run * 256 < K)[:, None], d, 0.0)
-    return d
+    if ragged(K, t, W, HALF):
+        return gl.where(inside(K, t, W, HALF, 256, v.type.layout), v - mean, 0.0)
+    else:
+        return v - mean
 
 
 @gluon.jit
@@ -112,7 +106,7 @@ def open_row(tiles, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.constexpr, W
             mean = divide_by(_row_sum(wide, False, FRONT, W), K)
             less = ()
             for t in gl.static_range(len(tiles)):
-                less = less + (_less(wide[t], mean, t, K, W),)
+                less = less + (_less(wide[t], mean, K, t, W, t == T),)
             wide = less
         inverse = inverse_root(divide_by(_row_sum(wide, True, FRONT, W), K), FRONT[3])
     return wide, inverse
@@ -128,18 +122,35 @@ def _sigmoid(z):
 
 
 @gluon.jit
-def apply(v, inverse, factor, shift, FRONT: gl.constexpr):
-    """The front end of a tile that :func:`open_row` gave; its operands are float32 tiles, or None."""
+def _operand(operand, row, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
+    """A tile of a factor or shift in float32."""
+    ptr, stride, rows = operand
+    start = (row // rows).to(gl.int64) * stride
+    DTYPE: gl.constexpr = ptr.dtype.element_ty
+    if gl.float32 == DTYPE:
+        return load_tile(ptr + start, K, t, W, HALF, 256, first_layout(W, HALF))
+    else:
+        row_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True) + start
+        return widen(load_tile(row_ptr, K, t, W, HALF, 128, words_layout(W, HALF)), DTYPE, W, HALF)
+
+
+@gluon.jit
+def fronted(v, inverse, row, operands, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.constexpr, t: gl.constexpr,
+            W: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+    """The front end of tile t that :func:`open_row` gave, ready to be rotated.
+
+    operands: of ``silu_mul`` the tiles of up in words; else factor and shift, each a pointer, its row stride in
+    words, and how many rows of x each of its rows serves.
+    """
     if FRONT[3] > 0:
         v = v * inverse
-    if FRONT[0] == "silu_mul":
-        v = v * _sigmoid(v * LOG2E)
     if FRONT[0] == "gelu_tanh":
         v = v * _sigmoid(v * gl.fma(v * v, gl.full_like(v, CUBIC), gl.full_like(v, LINEAR)))
-    if FRONT[1]:
-        if FRONT[0] == "ada_norm":
-            factor = 1.0 + factor
-        v = v * factor
-    if FRONT[2]:
-        v = v + shift
+    elif FRONT[0] == "silu_mul":
+        v = v * _sigmoid(v * LOG2E)
+        v = v * widen(operands[t], DTYPE, W, HALF)
+    elif FRONT[0] == "ada_norm":
+        v = v * (1.0 + _operand(operands[0], row, K, t, W, HALF)) + _operand(operands[1], row, K, t, W, HALF)
+    elif FRONT[1]:
+        v = v * _operand(operands[0], row, K, t, W, HALF)
     return v

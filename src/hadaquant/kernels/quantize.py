@@ -331,8 +331,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [..., K]: the bytes of ``reference.quantize``, but for a front end's exp.
 
-    ``kernel``: the plan's; ``quantize_rows_gluon`` and ``quantize_blocks_fast`` name the faster twins. ``rows``
-    overrides the tile.
+    ``kernel``: the plan's; ``quantize_rows_gluon``, ``quantize_front_gluon`` and ``quantize_blocks_fast`` name the
+    faster twins. ``rows`` overrides the tile.
     """
     shape, k = tuple(x.shape), x.shape[-1]
     m = x.numel() // k
@@ -346,6 +346,11 @@ def quantize(
         from hadaquant.kernels.quantize_rows_gluon import quantize_rows
 
         quantize_rows(aligned(x.contiguous()), codes, scales, format, rotation)
+        return codes, scales
+    if kernel == "quantize_front_gluon":
+        from hadaquant.kernels.quantize_front_gluon import quantize_front
+
+        quantize_front(as_rows(x), codes, scales, format, rotation, front_end)
         return codes, scales
     if kernel == "quantize_blocks_fast":
         from hadaquant.kernels.quantize_blocks_fast import quantize_blocks

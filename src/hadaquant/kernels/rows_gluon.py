@@ -1,4 +1,4 @@
-"""A row of 16-bit floats in registers, rotated: the layouts and butterflies of ``quantize_rows_gluon``.
+"""A row of 16-bit floats in registers, rotated: layouts, loads and butterflies of ``quantize_rows_gluon``.
 
 A row is a tuple of tiles. A whole tile gives each warp four runs of 256 channels, a half tile two:
 rows that are no power of two then waste nothing. Bits of the channel's index, by where they lie:
@@ -76,6 +76,46 @@ def stored_layout(warps, half=False):
     if half:
         return Linear([[0, 1], [0, 2], [0, 4], [0, 8]], lanes, _rows(2, warps), [], [2 * warps, 256])
     return Linear([[0, 1], [0, 2], [0, 4], [0, 8], [2, 0]], lanes, _rows(4, warps), [], [4 * warps, 256])
+
+
+@gluon.constexpr_function
+def ragged(K, t, W, HALF):
+    """Whether tile t reaches beyond the row."""
+    return (t * 4 + (2 if HALF else 4)) * W * 256 > K
+
+
+@gluon.jit
+def inside(K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr, WIDTH: gl.constexpr,
+           layout: gl.constexpr):  # fmt: skip
+    """Where tile t, of WIDTH columns a run, does not."""
+    rows: gl.constexpr = 2 * W if HALF else 4 * W
+    run = t * (4 * W) + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    return (run * 256 < K)[:, None] & (column < WIDTH)[None, :]
+
+
+@gluon.jit
+def load_tile(row_ptr, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr, WIDTH: gl.constexpr,
+              layout: gl.constexpr):  # fmt: skip
+    """Tile t of a row of WIDTH columns a run; 0 beyond the row."""
+    rows: gl.constexpr = 2 * W if HALF else 4 * W
+    run = t * (4 * W) + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    where = row_ptr + (run * WIDTH)[:, None] + column[None, :]
+    if ragged(K, t, W, HALF):
+        return gl.load(where, mask=inside(K, t, W, HALF, WIDTH, layout), other=0)
+    else:
+        return gl.load(where)
+
+
+@gluon.jit
+def load_row(x_ptr, row, stride, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr):
+    """The tiles of a row in 32-bit words; ``stride`` from row to row is in words too."""
+    row_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + row.to(gl.int64) * stride
+    tiles = ()
+    for t in gl.static_range(T + H):
+        tiles = tiles + (load_tile(row_ptr, K, t, W, t == T, 128, words_layout(W, t == T)),)
+    return tiles
 
 
 @gluon.jit

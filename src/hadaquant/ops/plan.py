@@ -131,12 +131,8 @@ LARGEST_UNIT, LEAST_UNIT = 128, 16
 WIDEST_ROW = 32768
 
 
-def _rows_in_registers(
-    rotation: Rotation, target: Target, dtype: torch.dtype, k: int, front_end: str = "none"
-) -> str | None:
+def _rows_in_registers(rotation: Rotation, target: Target, dtype: torch.dtype, k: int) -> str | None:
     """What speaks against holding whole rows in registers."""
-    if front_end != "none":
-        return f"it has no front end, which {front_end!r} is"
     groups = (16, 64, 256, 1024) if rotation.kind == "regular" else (16, 32, 64, 128, 256, 512, 1024)
     if target.vendor != "nvidia":
         return "its layouts are made for 32 lanes and NVIDIA's asynchronous copies"
@@ -211,8 +207,9 @@ def plan_quantize(
     candidates = [Candidate(kernel=kernel, why=one)]
     if format.block is None:
         why = "whole rows in registers, the next one on its way, one exchange through shared memory"
-        refusal = _rows_in_registers(rotation, target, dtype, k, front_end)
-        candidates.insert(0, Candidate(kernel="quantize_rows_gluon", why=why, refusal=refusal))
+        refusal = _rows_in_registers(rotation, target, dtype, k)
+        fast = "quantize_rows_gluon" if front_end == "none" else "quantize_front_gluon"
+        candidates.insert(0, Candidate(kernel=fast, why=why, refusal=refusal))
     elif front_end == "none":
         why = "a thread a block or group: rotate, scale, encode and pack in its registers, the next one on its way"
         refusal = _units_in_threads(rotation, target)
