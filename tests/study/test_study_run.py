@@ -26,6 +26,8 @@ SETTINGS = Settings(
     rows=20,
 )
 IDS = torch.randint(16, (200,), generator=torch.Generator().manual_seed(0))
+#: The four of the text's six windows that are spread over it.
+WINDOWS = IDS[:192].view(6, 32)[torch.arange(4) * 6 // 4]
 
 
 class Toy(nn.Module):
@@ -56,10 +58,15 @@ def toy_study(folder, names=NAMES, progress=lambda *_: None):
 
 
 def test_every_layer_is_measured_or_says_why(tmp_path):
+    torch.manual_seed(0)
+    toy = Toy()
+    torch.manual_seed(0)
     found = {r.name: r for r in toy_study(begun(tmp_path / "study"))}
     assert found["up"].tokens == found["gate"].tokens == 128 and found["up"].rows == 20
+    absmax = toy.embed(WINDOWS).abs().amax((0, 1))
+    assert found["up"].ratio == absmax.max().item() / absmax.median().item()
     assert found["gate"].reads == found["up"].reads == "up" and found["sometimes"].reads == "sometimes"
-    hurt = int((IDS[:192].view(6, 32)[torch.arange(4) * 6 // 4] == 3).sum())
+    hurt = int((WINDOWS == 3).sum())
     assert found["sometimes"].nonfinite == hurt > 0 and found["sometimes"].cells
     assert found["always"].skipped == "all of its 128 inputs hold NaN or Inf"
     assert found["never"].skipped == "the text never calls it"

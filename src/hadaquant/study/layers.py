@@ -75,8 +75,9 @@ class LayerResult:
         name, shape: of the layer, [N, K].
         reads: the first of the layers that read the same tensor; itself, if it is that.
         tokens, nonfinite: rows that were seen, and those of them that hold NaN or Inf, which are left out.
+        ratio: largest over median channel, by each channel's largest magnitude in all finite rows that were seen.
         rows: of the sample that the errors are over.
-        inputs: the input's outliers by rotation, ``none`` first.
+        inputs: the sample's outliers by rotation, ``none`` first.
         cells: in the order asked for; a rotation or format that fits no group or block of this K is absent.
         notes: why, by format.
         skipped: why nothing was measured, or nothing.
@@ -87,6 +88,7 @@ class LayerResult:
     reads: str
     tokens: int = 0
     nonfinite: int = 0
+    ratio: float = 0.0
     rows: int = 0
     inputs: dict[str, Spread] = field(default_factory=dict)
     cells: tuple[Cell, ...] = ()
@@ -132,7 +134,7 @@ def measure(
         weight: [N, K]; the bias makes no difference.
         formats: names.
         rotations: specs as in :mod:`hadaquant.study.rotations`. ``none`` is measured in any case.
-        fields: of the result: ``reads``, ``tokens``, ``nonfinite``.
+        fields: of the result: ``reads``, ``tokens``, ``nonfinite``, ``ratio``.
     """
     n, k = weight.shape
     result = LayerResult(name=name, shape=(n, k), rows=x.shape[0], **fields)

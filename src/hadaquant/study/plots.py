@@ -79,12 +79,14 @@ def heat_map(results: Sequence[LayerResult]) -> bytes:
     limit = max(1.0, spread[int(0.97 * (len(spread) - 1))]) if spread else 1.0
     height = 1.0 + len(formats) * (0.55 + 0.24 * max(1, len(asked)))
     with _pyplot() as pyplot:
+        from matplotlib.colors import SymLogNorm
+
+        # linear to one decibel: both two and ten are to be seen
+        norm = SymLogNorm(linthresh=1, linscale=0.7, vmin=-limit, vmax=limit, base=10)
         figure, axes = pyplot.subplots(len(formats), 1, figsize=(_WIDTH, height), sharex=True, squeeze=False)
         image = None
         for i, (axis, format) in enumerate(zip(axes[:, 0], formats, strict=True)):
-            image = axis.imshow(
-                grids[format], cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
-            )
+            image = axis.imshow(grids[format], cmap="RdBu", norm=norm, aspect="auto", interpolation="nearest")
             axis.set_title(format, pad=18 if i == 0 else 6)
             axis.set_yticks(range(len(asked)), asked, fontsize=8)
             axis.set_facecolor("#e9ecf0")
@@ -93,7 +95,10 @@ def heat_map(results: Sequence[LayerResult]) -> bytes:
         axes[-1, 0].set_xticks([])
         axes[-1, 0].set_xlabel("layers of each kind, first block to last", fontsize=8)
         if image is not None:
-            bar = figure.colorbar(image, ax=axes[:, 0], fraction=0.03, pad=0.012, extend="both")
+            marks = [v for v in (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20) if abs(v) <= limit]
+            bar = figure.colorbar(image, ax=axes[:, 0], fraction=0.03, pad=0.012, extend="both", ticks=marks)
+            bar.ax.set_yticklabels([f"{v:+d}" if v else "0" for v in marks])
+            bar.ax.minorticks_off()
             bar.set_label("gain over no rotation, dB", fontsize=8)
             bar.outline.set_visible(False)
         return _png(figure)

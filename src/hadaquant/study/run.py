@@ -200,7 +200,9 @@ def study_layers(
 
 def _layer(name: str, reads: str, seen: InputStatistics, weight: Tensor, settings: Settings) -> LayerResult:
     weight = weight.detach().to(torch.float32)
-    fields = {"reads": reads, "tokens": seen.count + seen.nonfinite, "nonfinite": seen.nonfinite}
+    median = seen.absmax.median().item()
+    ratio = seen.absmax.max().item() / median if median else 0.0
+    fields = {"reads": reads, "tokens": seen.count + seen.nonfinite, "nonfinite": seen.nonfinite, "ratio": ratio}
     if seen.count:
         return measure(name, seen.sample, weight, settings.formats, settings.rotations, **fields)
     why = f"all of its {seen.nonfinite} inputs hold NaN or Inf" if seen.nonfinite else "the text never calls it"
