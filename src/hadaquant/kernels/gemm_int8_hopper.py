@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.kernels.runtime import OPTIONS, Address, given, multiprocessors, on
 
@@ -201,6 +202,9 @@ def int8_mm_hopper(
     mbarrier.init(scales_full.index(0), count=1)
     mbarrier.init(scales_empty.index(0), count=2)
     fence_async_shared()
+    # all above needs nothing of the kernel ahead
+    gdc_launch_dependents()
+    gdc_wait()
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
@@ -242,6 +246,7 @@ def config(cut: int, has_bias: bool) -> dict[str, Any]:
         "BK": BK,
         "STAGES": STAGES,
         "TILE_ROWS": TILE_ROWS,
+        "launch_pdl": True,
         "num_warps": 4,
         **OPTIONS,
     }

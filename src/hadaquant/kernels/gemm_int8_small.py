@@ -4,8 +4,8 @@
 flight at once: no shared memory, no split of K. ``few_rows`` uses the matrix units, its warps taking
 slices of K as the batch of a batched product, added at the end: exact, since integers have no order.
 
-N·K bytes move; the roof is device memory. Both start on the weight before their input is there where
-launches may overlap (programmatic dependent launch, from sm_90).
+N·K bytes move; the roof is device memory. Both fetch the weight before their input is there where launches
+may overlap (programmatic dependent launch, from sm_90).
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.kernels.numerics import narrow, widen
+from hadaquant.kernels.prefetch import prefetch_rows
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 
@@ -74,6 +75,7 @@ def few_rows_kernel(
     acc = tl.zeros((SLICES, BM, BN), tl.int32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+        prefetch_rows(w_ptr, column.to(tl.int64), N, K)
         tl.extra.cuda.gdc_wait()
     for start in range(0, K, SLICES * BK):
         inside = start + k < K
