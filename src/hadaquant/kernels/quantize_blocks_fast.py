@@ -45,7 +45,7 @@ def _wide(low, high):
 @triton.jit
 def _store_codes(codes_ptr, unit, words):
     """A unit's code words, 16 bytes a store where it has as many."""
-    where = codes_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit * (len(words) // 2)
+    where = codes_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit.to(tl.int64) * (len(words) // 2)
     if len(words) == 2:
         tl.store(where, _wide(words[0], words[1]))
     else:
@@ -66,11 +66,11 @@ def _store_scales(scales_ptr, place, stored, real, TILED: tl.constexpr, WHOLE: t
             word = word | (stored[part + i] << (8 * i))
         where = scales_ptr.to(tl.pointer_type(DTYPE), bitcast=True)
         if len(stored) <= 4:
-            where += place
+            where += place.to(tl.int64)
         elif TILED:
-            where += place // 128 * 256 + place % 128 + part * 32
+            where += place.to(tl.int64) + place // 128 * 128 + part * 32
         else:
-            where += 2 * place + part // 4
+            where += 2 * place.to(tl.int64) + part // 4
         if WHOLE:
             tl.store(where, word.to(DTYPE))
         else:
@@ -80,29 +80,30 @@ def _store_scales(scales_ptr, place, stored, real, TILED: tl.constexpr, WHOLE: t
 @triton.jit
 def _owned(step, skip, units, rows, units_in_row, N: tl.constexpr, SOME: tl.constexpr, ACROSS: tl.constexpr,
            TILED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """int64 [SOME]: of the N units of a step those from ``skip`` on, the places of their scales, whether they exist.
+    """int32 [SOME]: of the N units of a step those from ``skip`` on, the places of their scales, whether they exist.
 
     In place of padding, and of a step before the first, units are done that another thread does too: to the same
     end.
     """
+    step = tl.maximum(step, 0).to(tl.uint32)
     n = skip + tl.arange(0, SOME)
-    if TILED:  # 128 rows of a tile, in the order of its scales
+    if TILED:  # steps walk along 128 rows, a tile after another, in the order of their scales
         STEPS: tl.constexpr = 128 * ACROSS // N
-        tiles = tl.cdiv(units_in_row, ACROSS)
-        tile = step // STEPS
-        n += step % STEPS * N
-        row = tile // tiles * 128 + n // ACROSS % 4 * 32 + n // (4 * ACROSS)
-        column = tile % tiles * ACROSS + n % ACROSS
+        tile = (step // STEPS).to(tl.int32)
+        n += (step % STEPS).to(tl.int32) * N
+        row = tl.program_id(1) * 128 + n // ACROSS % 4 * 32 + n // (4 * ACROSS)
+        column = tile * ACROSS + n % ACROSS
+        place = (tl.program_id(1) * tl.cdiv(units_in_row, ACROSS) + tile) * (128 * ACROSS) + n
         real = (row < rows) & (column < units_in_row)
         if not WHOLE:
             row = tl.minimum(row, rows - 1)
             column = tl.minimum(column, units_in_row - 1)
-        return row.to(tl.int64) * units_in_row + column, tile.to(tl.int64) * (128 * ACROSS) + n, real
+        return row * units_in_row + column, place, real
     else:
         if WHOLE:
-            unit = tl.minimum(step.to(tl.int64) * N, units - N) + n
+            unit = tl.minimum(step.to(tl.int32) * N, units - N) + n
         else:
-            unit = tl.minimum(n, units - 1).to(tl.int64)
+            unit = tl.minimum(n, units - 1)
         return unit, unit, n >= 0
 
 
@@ -111,7 +112,7 @@ def _words_of(x_ptr, step, units, rows, units_in_row, UNIT: tl.constexpr, N: tl.
               TILED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     WORDS: tl.constexpr = UNIT * x_ptr.dtype.element_ty.primitive_bitwidth // 64
     unit, _, _ = _owned(step, 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE)
-    return load_words(x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit * WORDS, WORDS)
+    return load_words(x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit.to(tl.int64) * WORDS, WORDS)
 
 
 @triton.jit(
@@ -166,16 +167,16 @@ def quantize_blocks_fast_kernel(
     stride = tl.num_programs(0) * EACH
     words = ()
     for i in tl.static_range(EACH):
-        step = tl.maximum(last - first - i, 0)
-        words = words + _words_of(x_ptr, step, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE)
+        words = words + _words_of(x_ptr, last - first - i, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE)
     for begin in range(first, steps, stride):
         start = last - begin
         worst = tl.zeros((N,), tl.int32) + beyond
         following = ()
         for i in tl.static_range(EACH):
             v = widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE)
-            step = tl.maximum(start - stride - i, 0)
-            following = following + _words_of(x_ptr, step, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE)
+            following = following + _words_of(
+                x_ptr, start - stride - i, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE
+            )
             v = rotate_unit(v, signs_ptr, ROTATION, not WAITS)
             codes = ()
             stored = ()
@@ -187,9 +188,7 @@ def quantize_blocks_fast_kernel(
                     c, s = mxfp4_block(v, j * BLOCK, NORM, RULE)
                 codes = codes + c
                 stored = stored + (s,)
-            unit, place, real = _owned(
-                tl.maximum(start - i, 0), 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE
-            )
+            unit, place, real = _owned(start - i, 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE)
             _store_codes(codes_ptr, unit, codes)
             _store_scales(scales_ptr, place, stored, real, TILED, WHOLE)
         if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
@@ -207,11 +206,11 @@ def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units
     """EACH steps by the twin, FEW units at a time."""
     tl.debug_barrier()  # the twin's threads own other channels
     for part in range(EACH * (N // FEW)):
-        step, skip = tl.maximum(start - part // (N // FEW), 0), part % (N // FEW) * FEW
+        step, skip = start - part // (N // FEW), part % (N // FEW) * FEW
         unit, _, _ = _owned(step, skip, units, rows, units_in_row, N, FEW, ACROSS, TILED, WHOLE)
         blocks_in_row = units_in_row * (UNIT // BLOCK)
         quantize_units(
-            x_ptr, codes_ptr, scales_ptr, g, signs_ptr, signs_ptr, unit, units, blocks_in_row,
+            x_ptr, codes_ptr, scales_ptr, g, signs_ptr, signs_ptr, unit.to(tl.int64), units, blocks_in_row,
             FEW, UNIT, BLOCK, "e2m1", RULE, TILED, TILE_ROWS, TILE_COLS, ROTATION, FRONT,
         )  # fmt: skip
     tl.debug_barrier()
@@ -252,12 +251,16 @@ def config(format: Format, rotation: Rotation, native_e4m3: bool, tiles: dict[st
 
 
 def sizes(tiles: dict[str, int | bool], m: int, k: int) -> tuple[int, int, int, int]:
-    """Steps, units, rows and units of a row of x [M, K]."""
+    """Steps of a walk, units, rows and units of a row of x [M, K]."""
     in_row = k // tiles["UNIT"]
-    if tiles["TILED"]:
-        tile_count = triton.cdiv(m, TILE_ROWS) * triton.cdiv(in_row, tiles["ACROSS"])
-        return tile_count * (TILE_ROWS * tiles["ACROSS"] // tiles["N"]), m * in_row, m, in_row
-    return triton.cdiv(m * in_row, tiles["N"]), m * in_row, m, in_row
+    units = TILE_ROWS * tiles["ACROSS"] * triton.cdiv(in_row, tiles["ACROSS"]) if tiles["TILED"] else m * in_row
+    return triton.cdiv(units, tiles["N"]), m * in_row, m, in_row
+
+
+def grid(tiles: dict[str, int | bool], m: int, steps: int, programs: int) -> tuple[int, int, int]:
+    """One walk, or one along each 128 rows, shared by as many programs as there are or as it has steps for."""
+    walks = triton.cdiv(m, TILE_ROWS) if tiles["TILED"] else 1
+    return min(max(programs // walks, 1), triton.cdiv(steps, tiles["EACH"])), walks, 1
 
 
 @functools.cache
@@ -289,8 +292,8 @@ def quantize_blocks(
         if launch is None:
             compiled = config(format, rotation, converts_to_e4m3(x.device), tiles)
             launch = _launches[key] = Launch(quantize_blocks_fast_kernel, arguments, compiled, x.device)
-        most = multiprocessors(x.device) * launch.occupancy
-        launch((min(most, triton.cdiv(arguments[5], tiles["EACH"])), 1, 1), *arguments)
+        programs = multiprocessors(x.device) * launch.occupancy
+        launch(grid(tiles, m, arguments[5], programs), *arguments)
 
 
 _launches: dict[tuple[object, ...], Launch] = {}
