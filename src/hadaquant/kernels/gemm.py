@@ -14,13 +14,12 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
-from hadaquant.kernels.prefetch import prefetch_rows
 from hadaquant.kernels.runtime import OPTIONS, aligned, given, launches_overlap, on, overlapping
 
 
 @triton.jit
 def _tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's tile and its rows and columns; GROUP_M tile rows at a time, for reuse in the L2 cache."""
+    """Rows and columns of this program's tile; GROUP_M tile rows at a time, for reuse in the L2 cache."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     width = GROUP_M * tiles_n
@@ -28,7 +27,7 @@ def _tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
     height = tl.minimum(tiles_m - first, GROUP_M)
     m = first + (pid % width) % height
     n = (pid % width) // height
-    return m, m.to(tl.int64) * BM + tl.arange(0, BM), n.to(tl.int64) * BN + tl.arange(0, BN)
+    return m.to(tl.int64) * BM + tl.arange(0, BM), n.to(tl.int64) * BN + tl.arange(0, BN)
 
 
 @triton.jit
@@ -37,11 +36,9 @@ def int8_mm_kernel(
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    tile_row, row, column = _tile_of(M, N, BM, BN, GROUP_M)
+    row, column = _tile_of(M, N, BM, BN, GROUP_M)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        if tile_row == 0:
-            prefetch_rows(w_ptr, column, N, K)
         tl.extra.cuda.gdc_wait()
     k = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), tl.int32)
@@ -87,7 +84,7 @@ def fp4_mm_kernel(
     BLOCK: tl.constexpr, RULE: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    _, row, column = _tile_of(M, N, BM, BN, GROUP_M)
+    row, column = _tile_of(M, N, BM, BN, GROUP_M)
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         x = _decode_tile(x_ptr, sx_ptr, row, M, start, K, BM, BK, BLOCK, RULE, DOT)

@@ -4,7 +4,7 @@
 flight at once: no shared memory, no split of K. ``few_rows`` uses the matrix units, its warps taking
 slices of K as the batch of a batched product, added at the end: exact, since integers have no order.
 
-N·K bytes move; the roof is device memory. Both fetch the weight before their input is there where launches
+N·K bytes move; the roof is device memory. ``gemv`` fetches the weight before its input is there where launches
 may overlap (programmatic dependent launch, from sm_90).
 """
 
@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.kernels.numerics import narrow, widen
-from hadaquant.kernels.prefetch import prefetch_rows
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 
@@ -75,7 +74,6 @@ def few_rows_kernel(
     acc = tl.zeros((SLICES, BM, BN), tl.int32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        prefetch_rows(w_ptr, column.to(tl.int64), N, K)
         tl.extra.cuda.gdc_wait()
     for start in range(0, K, SLICES * BK):
         inside = start + k < K
