@@ -177,15 +177,15 @@ def quantize_blocks_fast_kernel(
             following = following + _words_of(
                 x_ptr, start - stride - i, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE
             )
-            v = rotate_unit(v, signs_ptr, ROTATION, not WAITS)
+            v, magnitudes = rotate_unit(v, signs_ptr, ROTATION, not WAITS, BLOCK)
             codes = ()
             stored = ()
             for j in tl.static_range(UNIT // BLOCK):
                 if SCALED:
-                    c, s, largest = nvfp4_block(v, scale, j * BLOCK, NORM, E4M3)
+                    c, s, largest = nvfp4_block(v, magnitudes[j], scale, j * BLOCK, NORM, E4M3)
                     worst = tl.maximum(worst, bits(largest))
                 else:
-                    c, s = mxfp4_block(v, j * BLOCK, NORM, RULE)
+                    c, s = mxfp4_block(v, magnitudes[j], j * BLOCK, NORM, RULE)
                 codes = codes + c
                 stored = stored + (s,)
             unit, place, real = _owned(start - i, 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE)
