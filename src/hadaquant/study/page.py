@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from hadaquant.errors import MissingExtra
 from hadaquant.study import plots
 from hadaquant.study.conduct import Answer
-from hadaquant.study.layers import Cell
+from hadaquant.study.layers import Cell, LayerResult
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.perplexity import Comparison
 from hadaquant.study.report import write_json
@@ -52,9 +53,9 @@ def write_report(answer: Answer, folder: Path, command: str = "") -> Path:
         pictures={name: base64.b64encode(data).decode() for name, data in pictures.items() if data is not None},
         tested={t.verdict.format: t for t in answer.outcome.formats} if answer.outcome else {},
         trials=[_trial(answer, trial) for trial in answer.trials],
-        means=list(_means(answer)),
+        means=list(means(answer.results)),
         layers=[(r, {f: r.best(f) for f in r.formats}) for r in answer.results if r.cells],
-        counts=_plan_counts(answer),
+        counts=plan_counts(f"{c.format} {c.rotation}" for c in answer.selection.cells.values()),
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -67,9 +68,9 @@ def _trial(answer: Answer, trial: Trial) -> dict[str, Any]:
     return {"format": trial.format, "rotation": trial.rotation, "gain": gain, **trial.result.to_dict()}
 
 
-def _means(answer: Answer) -> Iterator[dict[str, Any]]:
-    """For each format and rotation that fits every layer: decibels, the mean over layers of each kind of error."""
-    measured = [r for r in answer.results if r.cells]
+def means(results: Sequence[LayerResult]) -> Iterator[dict[str, Any]]:
+    """For each format and rotation: decibels of each kind of error, the mean over the layers that it fits."""
+    measured = [r for r in results if r.cells]
     asked = dict.fromkeys(a for r in measured for c in r.cells for a in c.asked)
     for format in dict.fromkeys(f for r in measured for f in r.formats):
         for rotation in asked:
@@ -78,14 +79,11 @@ def _means(answer: Answer) -> Iterator[dict[str, Any]]:
                 yield {"format": format, "rotation": rotation, "layers": len(cells), **_mean(cells)}
 
 
-def _mean(cells: list[Cell]) -> dict[str, float]:
+def _mean(cells: Sequence[Cell]) -> dict[str, float]:
     names = ("db", "quiet_db", "weights_db", "inputs_db")
     return {name: sum(getattr(cell, name) for cell in cells) / len(cells) for name in names}
 
 
-def _plan_counts(answer: Answer) -> list[tuple[str, int]]:
-    """How many layers the plan gives each format and rotation."""
-    counts: dict[str, int] = {}
-    for cell in answer.selection.cells.values():
-        counts[f"{cell.format}, {cell.rotation}"] = counts.get(f"{cell.format}, {cell.rotation}", 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])
+def plan_counts(choices: Iterable[str]) -> list[tuple[str, int]]:
+    """How many layers a plan gives each format and rotation, most first."""
+    return Counter(choices).most_common()
