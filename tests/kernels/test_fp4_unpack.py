@@ -5,7 +5,7 @@ import torch
 
 import hadaquant as hq
 from hadaquant import reference
-from hadaquant.kernels.gemm_fp4 import SPAN, unpack
+from hadaquant.kernels.gemm_fp4 import SPAN, through_bfloat16, unpack
 
 SHAPES = [(1, 32), (3, 96), (9, 256), (5, 1056)]
 
@@ -41,3 +41,22 @@ def test_a_nan_scale_gives_nan(format, device):
         found = unpack(q.codes.to(device), q.scales.to(device), q.format, by_nibble).cpu()
         assert found.isnan().any(1).tolist() == [False, False, True, False]
         assert int(found.isnan().sum()) == q.format.block
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("shape", [(1, 48, 64), (19, 33, 96), (5, 1, 32), (130, 70, 160)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_product_of_copies_is_as_close_as_torchs(format, shape, dtype, device):
+    m, n, k = shape
+    x, w = (hq.quantize(torch.randn(rows, k), format, backend="reference") for rows in (m, n))
+    for bias in (None, torch.randn(n).to(dtype)):
+        y = torch.full((m, n), torch.nan, dtype=dtype, device=device)
+        gx, gw = (None if q.global_scale is None else q.global_scale.to(device) for q in (x, w))
+        moved = [t.to(device) for t in (x.codes, x.scales, w.codes, w.scales)]
+        through_bfloat16(*moved[:2], gx, *moved[2:], gw, None if bias is None else bias.to(device), y, x.format)
+        values = x.dequantize(), w.dequantize()
+        exact, torchs = values[0].double() @ values[1].double().T, values[0] @ values[1].T
+        if bias is not None:
+            exact, torchs = exact + bias.double(), torchs + bias.float()
+        error, allowed = ((t.double() - exact).norm() for t in (y.cpu(), torchs.to(dtype)))
+        assert error <= 2 * allowed + 2.0**-22 * exact.norm()

@@ -1,8 +1,8 @@
 """FP4 product by way of bfloat16 copies of both operands, for hardware without FP4 units.
 
 ``unpack`` writes code · scale, which bfloat16 holds exactly: 0.56 bytes read and 2 written a code, device memory
-is the roof. ``through_bfloat16`` multiplies such copies by torch's own product into float32; one pass then does
-the global scales, the bias and the rounding.
+is the roof. ``through_bfloat16`` multiplies such copies by torch's own product into float32; one pass then
+does the global scales, the bias and the rounding.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
-from hadaquant.kernels.vendor import row_chunks
+from hadaquant.kernels.vendor import bfloat16_mm, row_chunks
 
 #: Columns between which BY_NIBBLE changes their order: the codes of 16 words.
 SPAN = 128
@@ -109,11 +109,11 @@ def through_bfloat16(
 ) -> None:  # fmt: skip
     """y [M, N] of contiguous packed x [M, K/2], w [N, K/2]. Rows of x in chunks, w [N, K] in bfloat16 at once."""
     n = w.shape[0]
-    wide = unpack(w, sw, format).T
+    wide = unpack(w, sw, format)
     config = finish_config(format, bias is not None)
     gx, gw, b = given(gx, sw), given(gw, sw), given(bias, sw)
     for rows in row_chunks(x.shape[0], n):
-        acc = torch.mm(unpack(x[rows], sx[rows], format), wide, out_dtype=torch.float32)
+        acc = bfloat16_mm(unpack(x[rows], sx[rows], format), wide)
         m = acc.shape[0]
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
         with on(y.device):

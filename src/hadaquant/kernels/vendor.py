@@ -83,11 +83,11 @@ def _bf16_sums(x: Tensor, w: Tensor) -> Tensor:
     acc = torch.zeros(x.shape[0], w.shape[0], dtype=torch.int32, device=x.device)
     for k in range(0, x.shape[1], BF16_K):
         a, b = (t[:, k : k + BF16_K].to(torch.bfloat16) for t in (x, w))
-        acc += _bf16_mm(a, b).to(torch.int32)
+        acc += bfloat16_mm(a, b).to(torch.int32)
     return acc
 
 
-def _bf16_mm(a: Tensor, b: Tensor) -> Tensor:
+def bfloat16_mm(a: Tensor, b: Tensor) -> Tensor:
     """float32 a · bᵀ of bfloat16 matrices. The CPU has no such product; float32 operands give the same sums."""
     if a.device.type == "cuda":
         return torch.mm(a, b.T, out_dtype=torch.float32)
