@@ -4,8 +4,9 @@
     python benchmarks/study.py OUT
 
 Lines have a ``kind``: ``case`` (a known tensor in a format, plain and rotated), ``maxima`` (how well the largest number
-of each block is coded, and the others), ``layers`` (a format and rotation, the mean over a model's layers), ``verdict``
-(a format, by the layers and by the model), ``trial`` (a variant of the model) and ``plan``.
+of each block is coded, and the others), ``layers`` (a format and rotation, the mean over a model's layers),
+``outliers`` (an input of those with the largest), ``verdict`` (a format, by the layers and by the model), ``trial`` (a
+variant of the model) and ``plan``.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ def study(folder: Path) -> Iterator[dict[str, Any]]:
     results = [LayerResult.from_dict(layer) for layer in found["layers"]]
     for mean in means(results):
         yield {"kind": "layers", **names, **mean}
+    inputs = [r for r in results if r.cells and r.reads == r.name]
+    for result in sorted(inputs, key=lambda r: r.ratio, reverse=True)[:5]:
+        spreads = {name: {"ratio": s.ratio, "kurtosis": s.kurtosis} for name, s in result.inputs.items()}
+        yield {"kind": "outliers", **names, "layer": result.name, "ratio": result.ratio, "sample": spreads}
     tested = {line["format"]: line for line in found["tested"] or ()}
     for verdict in found["formats"]:
         model = tested.get(verdict["format"], {})

@@ -3,8 +3,8 @@
 python docs/generate.py [--check]
 
 docs/formats.md comes from the formats' and the rotation's own files, docs/speed.md, its pictures and README.md's
-table of speed from benchmarks/results/speed.jsonl. With --check nothing is written; the exit status is 1 if a page
-is old.
+table of speed from benchmarks/results/speed.jsonl, the tables of docs/does-rotation-help.md from study.jsonl beside
+it. With --check nothing is written; the exit status is 1 if a page is old.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
+
+import study_tables
 
 from hadaquant import formats, front, rotation
 from hadaquant.bench import Case, Op, Result, latest, read
@@ -238,6 +240,7 @@ if __name__ == "__main__":
     if "--check" not in sys.argv:
         draw(measured(), ROOT / "docs")
     pages = {"docs/formats.md": formats_page(), "docs/speed.md": speed_page(), "README.md": readme()}
+    pages["docs/does-rotation-help.md"] = study_tables.page()
     if "--check" in sys.argv:
         old = [name for name, text in pages.items() if (ROOT / name).read_text(encoding="utf-8") != text]
         sys.exit(f"old: {', '.join(old)}; run make docs" if old else 0)

@@ -59,6 +59,9 @@ def test_the_readmes_commands_run(model, tmp_path):
     (tmp_path / "text").write_text("Rotated, quantized and read again. " * 40)
     places = {"MODEL": model, "OUT": tmp_path / "out", "OUT.safetensors": tmp_path / "out.safetensors"}
     places["FILE"] = tmp_path / "text"
+    (tmp_path / "prose").write_text("Measured on one text, and tested on another. " * 30)
+    places |= {"PROSE": tmp_path / "prose", "STUDY": tmp_path / "study", "PLANNED": tmp_path / "planned"}
+    places["STUDY/plan.json"] = tmp_path / "study" / "plan.json"
     for line in lines:
         words = [str(places.get(word, word)) for word in shlex.split(line, comments=True)[1:]]
         done = CliRunner().invoke(app, words)
