@@ -13,7 +13,7 @@ from hadaquant.rotation import Rotation, parse
 from .test_twins import DTYPES, all_bf16, assert_same, nasty
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp4-ceil", "mxfp4-even")
-ROTATIONS = ("none", "sylvester:16", "regular:16", "sylvester:32", "sylvester:64", "regular:64", "sylvester:128")
+ROTATIONS = ("none", "sylvester:16", "regular:16", "sylvester:32", "sylvester:64", "regular:64")
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +78,9 @@ def test_tiled_scales_and_their_padding(format, rotation, shape, device):
     check(nasty(*shape, torch.bfloat16), format, rotation, device, scale_layout="tiled")
 
 
-@pytest.mark.parametrize("rotation", ["sylvester:64", "sylvester:128"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_tiled_scales_of_large_groups(format, rotation, device):
-    check(nasty(130, 128, torch.float16), format, rotation, device, scale_layout="tiled")
+def test_tiled_scales_of_large_groups(format, device):
+    check(nasty(130, 128, torch.float16), format, "sylvester:64", device, scale_layout="tiled")
 
 
 @pytest.mark.parametrize("format", FORMATS)

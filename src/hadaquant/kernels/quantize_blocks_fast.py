@@ -56,25 +56,16 @@ def _store_codes(codes_ptr, unit, words):
 
 
 @triton.jit
-def _store_scales(scales_ptr, place, stored, real, TILED: tl.constexpr, WHOLE: tl.constexpr):
-    """A unit's scale bytes as one integer; eight of them lie in two tiles."""
-    BYTES: tl.constexpr = min(4, len(stored))
+def _store_scales(scales_ptr, place, stored, real, WHOLE: tl.constexpr):
+    """A unit's one, two or four scale bytes as one integer; zeros where the unit is padding of a tile."""
+    BYTES: tl.constexpr = len(stored)
     DTYPE: tl.constexpr = tl.uint8 if BYTES == 1 else tl.uint16 if BYTES == 2 else tl.uint32
-    for part in tl.static_range(0, len(stored), 4):
-        word = stored[part]
-        for i in tl.static_range(1, BYTES):
-            word = word | (stored[part + i] << (8 * i))
-        where = scales_ptr.to(tl.pointer_type(DTYPE), bitcast=True)
-        if len(stored) <= 4:
-            where += place.to(tl.int64)
-        elif TILED:
-            where += place.to(tl.int64) + place // 128 * 128 + part * 32
-        else:
-            where += 2 * place.to(tl.int64) + part // 4
-        if WHOLE:
-            tl.store(where, word.to(DTYPE))
-        else:
-            tl.store(where, tl.where(real, word, 0).to(DTYPE))
+    word = stored[0]
+    for i in tl.static_range(1, BYTES):
+        word = word | (stored[i] << (8 * i))
+    if not WHOLE:
+        word = tl.where(real, word, 0)
+    tl.store(scales_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + place.to(tl.int64), word.to(DTYPE))
 
 
 @triton.jit
@@ -190,7 +181,7 @@ def quantize_blocks_fast_kernel(
                 stored = stored + (s,)
             unit, place, real = _owned(start - i, 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE)
             _store_codes(codes_ptr, unit, codes)
-            _store_scales(scales_ptr, place, stored, real, TILED, WHOLE)
+            _store_scales(scales_ptr, place, stored, real, WHOLE)
         if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
             if tl.max(worst) > LARGEST_BITS:
                 _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units_in_row, N, EACH,

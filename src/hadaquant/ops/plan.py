@@ -126,7 +126,7 @@ def _choose(op: str, format: str, target: Target, backend: str, candidates: list
 
 
 #: Channels of the largest group that the registers of a thread hold, and that a thread takes at least.
-LARGEST_UNIT, LEAST_UNIT = 128, 16
+LARGEST_UNIT, LEAST_UNIT = 64, 16
 #: Widest row that the registers of eight warps hold.
 WIDEST_ROW = 32768
 
