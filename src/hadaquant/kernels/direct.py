@@ -104,8 +104,9 @@ def _mm(
     device: torch.device,
     tile: tuple[int, int] | None,
 ) -> Product:
-    config = gemm.int8_config(tile or (128, 128), launches_overlap(device))
-    programs = triton.cdiv(shape[0], config["BM"]) * triton.cdiv(shape[1], config["BN"])
+    tile = tile or (128, 128)
+    programs = triton.cdiv(shape[0], tile[0]) * triton.cdiv(shape[1], tile[1])
+    config = gemm.int8_config(tile, launches_overlap(device), gemm.runs_alone(programs, device))
     return _tiles(gemm.int8_mm_kernel, config, programs, shape, out, bias, device)
 
 

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, aligned, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import (
+    OPTIONS,
+    aligned,
+    given,
+    launches_overlap,
+    multiprocessors,
+    on,
+    overlapping,
+    shared_bytes,
+)
 
 
 @triton.jit
@@ -108,9 +117,19 @@ _INT8_TILES: dict[tuple[int, int], dict[str, int]] = {
 }
 
 
-def int8_config(tile: tuple[int, int], overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments and launch options of :func:`int8_mm_kernel`."""
-    return {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "OVERLAP": overlap, **_INT8_TILES[tile], **OPTIONS}
+#: Stages where a program has a multiprocessor for itself, which takes more shared memory than consumer cards have.
+_ALONE_STAGES, _ALONE_BYTES = {(64, 32): 6, (64, 64): 8}, 160 * 1024
+
+
+def int8_config(tile: tuple[int, int], overlap: bool, alone: bool = False) -> dict[str, Any]:
+    """Compile-time arguments and launch options of :func:`int8_mm_kernel`. ``alone``: as :func:`runs_alone` says."""
+    config = {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "OVERLAP": overlap, **_INT8_TILES[tile], **OPTIONS}
+    return config | ({"num_stages": _ALONE_STAGES[tile]} if alone and tile in _ALONE_STAGES else {})
+
+
+def runs_alone(programs: int, device: torch.device) -> bool:
+    """Whether each program has a multiprocessor for itself, with room for more stages."""
+    return programs <= multiprocessors(device) and shared_bytes(device) >= _ALONE_BYTES
 
 
 def fp4_config(m: int, format: Format) -> dict[str, Any]:
@@ -160,21 +179,23 @@ def scaled_mm(
 
         (gemv if kernel == "int8_gemv" else few_rows)(x, sx, w, sw, bias, y)
     elif kernel == "int8_mm":
-        config = int8_config(tile or (128, 128), launches_overlap(x.device))
-        grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+        tile = tile or (128, 128)
+        grid = (triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]),)
+        config = int8_config(tile, launches_overlap(x.device), runs_alone(grid[0], x.device))
         b = given(bias, x)
         with on(x.device):
             int8_mm_kernel[grid](
                 x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
             )
-    elif kernel in ("fp4_gemv", "fp4_few_rows", "fp4_mm_hopper"):
+    elif kernel in ("fp4_gemv", "fp4_few_rows", "fp4_mm_hopper", "fp4_unpacked"):
+        from hadaquant.kernels.gemm_fp4 import through_bfloat16
         from hadaquant.kernels.gemm_fp4_hopper import fp4_mm
         from hadaquant.kernels.gemm_fp4_small import few_rows, gemv
 
         x, sx, w, sw = (aligned(t) for t in (x, sx, w, sw))
         operands = (x, sx, x_global, w, sw, w_global, bias, y, format)
-        if kernel == "fp4_gemv":
-            gemv(*operands)
+        if kernel in ("fp4_gemv", "fp4_unpacked"):
+            (gemv if kernel == "fp4_gemv" else through_bfloat16)(*operands)
         else:
             (few_rows if kernel == "fp4_few_rows" else fp4_mm)(*operands, tile or (256, 128))
     else:

@@ -46,8 +46,18 @@ def overlapping(config: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """How many a GPU has; 1 on the CPU, in the interpreter."""
+    if device.type != "cuda":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may use; 0 on the CPU, in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class Launch:
