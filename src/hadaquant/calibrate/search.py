@@ -24,9 +24,10 @@ from hadaquant.tensor import QuantizedTensor
 #: Elements of a weight worked on at a time, so that the trials stay small beside it.
 CHUNK = 1 << 22
 
-#: Steps of a scale byte around the contract's. E4M3 has eight steps in a factor of two.
-E4M3_STEPS = tuple(range(-8, 9))
-E8M0_STEPS = (-2, -1, 0, 1)
+#: Steps of a scale byte around the contract's. E4M3 has eight steps in a factor of two; beyond these, which hold
+#: four over six, a real weight hardly ever chose one.
+E4M3_STEPS = tuple(range(-2, 7))
+E8M0_STEPS = (-1, 0, 1)
 #: Factors of a float32 scale.
 FACTORS = tuple(1.0 - 0.02 * i for i in range(26))
 
