@@ -24,7 +24,13 @@ from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, over
 
 #: Warps of a program of ``few_rows``, each with its slices of K, and words of eight codes of one such slice, for
 #: each tile of x rows and weight rows. Measured on an H200.
-SLICES_AND_WORDS: dict[tuple[int, int], tuple[int, int]] = {(16, 16): (8, 32), (16, 32): (4, 16)}
+SLICES_AND_WORDS: dict[tuple[int, int], tuple[int, int]] = {
+    (16, 16): (8, 32),
+    (16, 32): (4, 16),
+    (32, 16): (4, 16),
+    (32, 32): (4, 16),
+    (64, 16): (4, 16),
+}
 #: Weight rows, units and warps of a program of ``gemv`` for each number of x rows. Measured on an H200.
 _GEMV: dict[int, tuple[int, int, int]] = {1: (8, 256, 4), 2: (4, 256, 4), 3: (8, 128, 2), 4: (8, 128, 2)}
 

@@ -155,13 +155,18 @@ def _sgl(target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
 
 #: Most rows for which integer sums of codes, and then packed operands in registers, beat tiles in shared memory
 #: (measured on an H200).
-FP4_GEMV_ROWS, FP4_FEW_ROWS = 4, 16
+FP4_GEMV_ROWS, FP4_FEW_ROWS = 4, 64
+#: Most rows that are multiplied without a bfloat16 copy of the weight.
+FP4_COPIED_ROWS = 64
 
 
 def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
     packed = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
     if not packed and k % 32:
         packed = f"it reads 32 codes at a time, K={k} is no multiple of them"
+    copied = None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
+    if not copied and m <= FP4_COPIED_ROWS:
+        copied = f"M={m} is too few for a copy of the weight in each call to pay"
     hopper = packed
     if target.name != "sm_90":
         hopper = "it is written for the warpgroup instructions of sm_90"
@@ -181,7 +186,7 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
             kernel="fp4_few_rows",
             why="packed operands decoded in the registers of the bfloat16 matrix units",
             refusal=packed or (f"M={m} is above {FP4_FEW_ROWS}" if m > FP4_FEW_ROWS else None),
-            tile=(16, 16) if -(-n // 16) <= 2 * target.multiprocessors else (16, 32),
+            tile=_few_rows_tile(m, n, target),
         ),
         Candidate(
             kernel="fp4_mm_hopper",
@@ -189,9 +194,24 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
             refusal=hopper,
             tile=hopper_tile(m, n, target),
         ),
+        Candidate(
+            kernel="fp4_unpacked",
+            why="both operands copied to bfloat16 (exact), multiplied by torch into float32, then one pass of scales",
+            refusal=copied,
+        ),
         Candidate(kernel="fp4_mm", why="codes times block scales decoded to bfloat16 (exact), multiplied into float32"),
         *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS),
     ]
+
+
+def _few_rows_tile(m: int, n: int, target: Target) -> tuple[int, int]:
+    """Rows of x and of the weight in a tile of packed operands: narrow tiles while they all run at once."""
+    narrow = -(-n // 16) <= 2 * target.multiprocessors
+    if m <= 16:
+        return (16, 16) if narrow else (16, 32)
+    if m <= 32:
+        return 32, 16
+    return (64, 16) if narrow else (32, 32)
 
 
 def hopper_tile(m: int, n: int, target: Target) -> tuple[int, int]:
