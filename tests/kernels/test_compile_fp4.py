@@ -17,9 +17,9 @@ from .compiling import SHARED_LIMIT, TARGETS, compile_for
 #: Launches can overlap.
 OVERLAPPING = ("sm_90", "sm_100", "sm_103", "sm_120")
 POINTERS = {
-    **{name: "*u8" for name in ("x_ptr", "sx_ptr", "w_ptr", "sw_ptr", "codes_ptr", "scales_ptr")},
-    **{name: "*fp32" for name in ("gx_ptr", "gw_ptr", "parts_ptr")},
-    **{name: "*bf16" for name in ("bias_ptr", "y_ptr")},
+    **dict.fromkeys(("x_ptr", "sx_ptr", "w_ptr", "sw_ptr", "codes_ptr", "scales_ptr"), "*u8"),
+    **dict.fromkeys(("gx_ptr", "gw_ptr", "parts_ptr"), "*fp32"),
+    **dict.fromkeys(("bias_ptr", "y_ptr"), "*bf16"),
 }
 
 
