@@ -142,12 +142,11 @@ def quantize_row(tiles, row, operands, q_ptr, s_ptr, signs_ptr, DTYPE: gl.conste
 def quantize_rows_gluon(
     x_ptr, q_ptr, s_ptr, signs_ptr, M, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, SIGNED: gl.constexpr, RULE: gl.constexpr,
-    OVERLAP: gl.constexpr, LATE: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         # the next kernel may start its set-up; this one must not read before the last one has written
-        if not LATE:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         gdc_wait()
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     first = gl.program_id(0)
@@ -194,7 +193,6 @@ def config(format: Format, kind: str, group: int, signed: bool, k: int, overlap:
         "SIGNED": signed,
         "RULE": format.scale.name,
         "OVERLAP": overlap,
-        "LATE": False,
         "launch_pdl": overlap,
         "num_warps": warps,
         **OPTIONS,
