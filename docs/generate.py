@@ -24,7 +24,7 @@ from hadaquant import formats, front, rotation
 from hadaquant.bench import Case, Op, Result, latest, read
 from hadaquant.bench.plot import LABELS, draw
 from hadaquant.bench.report import size
-from hadaquant.bench.results import WHERE
+from hadaquant.bench.results import WHERE, places
 from hadaquant.formats import FORMATS, Format
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,15 +108,10 @@ def measured() -> list[Result]:
     return latest(read(SPEED))
 
 
-def where(found: Iterable[Result]) -> list[str]:
-    """The machines, versions and revisions of some results, each once."""
-    return list(dict.fromkeys(result.where for result in found))
-
-
 def speed_page() -> str:
     """docs/speed.md."""
     found = measured()
-    lines = [*SPEED_HEAD.strip().splitlines(), "", *(f"* {place}" for place in where(found))]
+    lines = [*SPEED_HEAD.strip().splitlines(), "", *(f"* {place}" for place in places(found))]
     for name, text in PICTURES.items():
         if (ROOT / "docs" / name).exists():
             lines += ["", f"![{text}]({name})"]
@@ -225,7 +220,7 @@ def speed_table() -> str:
         kind = ", ".join(word for word in (case.format, case.front_end, case.rotation) if word and word != "none")
         rows.append((op.title, kind, size(case.shape), result.timing, op.reference_title, ratio(result.ratio())))
     head = ("what", "format", "shape", "timing", "against", "ratio")
-    return "\n".join([f"{'; '.join(where(shown))}:", "", *table(head, rows)]) + "\n"
+    return "\n".join([f"{'; '.join(places(shown))}:", "", *table(head, rows)]) + "\n"
 
 
 def readme() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hadaquant.bench.report import size
-from hadaquant.bench.results import Result
+from hadaquant.bench.results import Result, places
 from hadaquant.errors import MissingExtra
 
 COLOURS = {
@@ -126,7 +126,7 @@ def _bars(axes: Any, part: Sequence[tuple[Result, dict[str, float]]], widest: fl
 
 
 def _where(found: Sequence[Result]) -> str:
-    return textwrap.fill("; ".join(dict.fromkeys(result.where for result in found)), 150)
+    return textwrap.fill("; ".join(places(found)), 150)
 
 
 def _speed_ups(found: Sequence[Result], family: str, path: Path) -> bool:

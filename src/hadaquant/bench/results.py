@@ -11,7 +11,8 @@ from hadaquant.bench.cases import OPS, Case, Op
 from hadaquant.errors import CheckpointError
 
 #: Where and with what a row was measured.
-WHERE = "{gpu}, torch {torch}, Triton {triton}, {date}, revision {git}"
+REVISION = ", revision "
+WHERE = "{gpu}, torch {torch}, Triton {triton}, {date}" + REVISION + "{git}"
 
 
 @dataclass
@@ -55,6 +56,15 @@ def results(rows: Iterable[dict]) -> list[Result]:
         if row["host_us"] is not None:
             result.host_us[row["variant"]] = row["host_us"]
     return list(found.values())
+
+
+def places(found: Iterable[Result]) -> list[str]:
+    """The machines and versions of some results, each once, with all their revisions."""
+    revisions: dict[str, dict[str, None]] = {}
+    for result in found:
+        place, _, revision = result.where.rpartition(REVISION)
+        revisions.setdefault(place, {})[revision] = None
+    return [f"{place}{REVISION}{' and '.join(each)}" for place, each in revisions.items()]
 
 
 def latest(found: Iterable[Result]) -> list[Result]:
