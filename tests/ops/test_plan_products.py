@@ -125,3 +125,48 @@ def test_b10_the_message_lists_the_choices():
     ):
         with pytest.raises(UnknownChoice, match=f"unknown backend 'cutlass': choose one of {choices}"):
             call()
+
+
+# ---- FP4 ----------------------------------------------------------------------------------------
+
+
+def fp4(target: str, m: int, n: int = 4096, k: int = 4096, format: str = "nvfp4", **how) -> plan.Plan:
+    return plan_scaled_mm(get_format(format), get_target(target), m=m, n=n, k=k, **how)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4-even"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
+def test_fp4_by_the_number_of_rows(format, target):
+    found = [fp4(target, m, format=format) for m in (1, 4, 5, 64, 65)]
+    assert [p.kernel for p in found] == ["fp4_gemv", "fp4_gemv", "fp4_few_rows", "fp4_few_rows", "fp4_mm"]
+    assert "M=65 is above 64" in why_not(found[-1], "fp4_few_rows")
+
+
+def test_fp4_what_has_not_run_is_not_taken_and_says_so():
+    for m in (65, 4096):
+        found = fp4("sm_90", m)
+        assert found.kernel == "fp4_mm"
+        for kernel in ("fp4_mm_hopper", "fp4_unpacked"):
+            assert why_not(found, kernel) == "it has not run on a GPU yet"
+    assert "sm_90" in why_not(fp4("sm_80", 4096), "fp4_mm_hopper")
+    assert "N=4097" in why_not(fp4("sm_90", 4096, n=4097), "fp4_mm_hopper")
+    assert "16-bit" in why_not(fp4("sm_90", 4096, out_dtype=torch.float32), "fp4_mm_hopper")
+
+
+@pytest.mark.parametrize("m", [1, 16, 4096])
+def test_fp4_the_portable_kernel_takes_the_rest(m):
+    assert fp4("gfx942", m).kernel == "fp4_mm"
+    odd = fp4("sm_90", m, k=4112)
+    assert odd.kernel == "fp4_mm" and "K=4112" in why_not(odd, "fp4_gemv")
+
+
+@pytest.mark.parametrize(("m", "n", "tile"), [(16, 4096, (16, 16)), (16, 14336, (16, 32)), (32, 4096, (32, 16)),
+                                              (64, 4096, (64, 16)), (64, 14336, (32, 32))])  # fmt: skip
+def test_fp4_tiles_are_narrow_while_they_all_run_at_once(m, n, tile):
+    assert fp4("sm_90", m, n).tile == tile
+
+
+@pytest.mark.parametrize(("m", "n", "tile"), [(1, 4096, 16), (17, 4096, 32), (128, 4096, 128), (1024, 4096, 256),
+                                              (1024, 14336, 128), (4096, 4096, 256)])  # fmt: skip
+def test_fp4_tiles_on_hopper_fill_the_last_wave(m, n, tile):
+    assert candidates.hopper_tile(m, n, get_target("sm_90")) == (tile, 128)
