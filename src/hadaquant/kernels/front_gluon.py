@@ -86,7 +86,8 @@ def _row_sum(tiles, SQUARE: gl.constexpr, FRONT: gl.constexpr, W: gl.constexpr):
 def _less(v, mean, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
     """v - mean, and 0 beyond the row."""
     if ragged(K, t, W, HALF):
-        return gl.where(inside(K, t, W, HALF, 256, v.type.layout), v - mean, 0.0)
+        layout: gl.constexpr = v.type.layout
+        return gl.where(inside(K, t, W, HALF, 256, layout), v - mean, 0.0)
     else:
         return v - mean
 

@@ -17,13 +17,15 @@ from hadaquant.formats import Format
 from hadaquant.front import FrontEnd
 from hadaquant.kernels import quantize_rows_gluon
 from hadaquant.kernels.front import constants, operand
-from hadaquant.kernels.quantize_rows_gluon import quantize_row
+from hadaquant.kernels.quantize_rows_gluon import quantize_row, row_shape
 from hadaquant.kernels.rows_gluon import load_row
 from hadaquant.kernels.runtime import Launch, given, launches_overlap, multiprocessors, on
 from hadaquant.rotation import Rotation
 
 #: Row strides are compiled as multiples of this many 32-bit words.
 WORDS = 16
+#: Most half tiles a thread may hold where the next row of x waits with one of up (measured on an H200).
+MOST_OF_TWO = 5
 
 
 @gluon.jit(do_not_specialize=["M", "factor_rows", "shift_rows"])
@@ -61,7 +63,13 @@ def config(
     format: Format, kind: str, group: int, signed: bool, front_end: tuple[object, ...], k: int, overlap: bool
 ) -> dict[str, Any]:
     """Compile-time arguments and launch options. ``overlap``: launches may start before the last one has ended."""
-    return {**quantize_rows_gluon.config(format, kind, group, signed, k, overlap), "FRONT": front_end}
+    config = {**quantize_rows_gluon.config(format, kind, group, signed, k, overlap), "FRONT": front_end}
+    if front_end[0] == "silu_mul":
+        warps, whole, half = row_shape(k, group, MOST_OF_TWO)
+        config |= {"W": warps, "T": whole, "H": half, "num_warps": warps}
+        if (warps, whole, half) == (8, 1, 1):
+            config["maxnreg"] = 128  # two rows on a multiprocessor instead of one
+    return config
 
 
 @functools.cache

@@ -164,8 +164,8 @@ def quantize_rows_gluon(
 _WARPS, _MOST = (4, 2, 1, 8), 7
 
 
-def row_shape(k: int, group: int) -> tuple[int, int, int]:
-    """Warps a row, and whole and half tiles a warp, that hold least beyond the row.
+def row_shape(k: int, group: int, most: int = _MOST) -> tuple[int, int, int]:
+    """Warps a row, and whole and half tiles a warp, that hold least beyond the row. ``most``: half tiles a thread.
 
     Groups above 256 have no half tiles.
     """
@@ -173,7 +173,7 @@ def row_shape(k: int, group: int) -> tuple[int, int, int]:
     for warps in _WARPS:
         halves = -(-k // (512 * warps))
         halves += halves % 2 if group > 256 else 0
-        fits = halves <= _MOST and (halves > 1 or warps == 1)
+        fits = halves <= most and (halves > 1 or warps == 1)
         if (fits and (not best[0] or halves * warps < best[0] * best[1])) or (warps == 8 and not best[0]):
             best = warps, halves
     return best[0], *divmod(best[1], 2)
