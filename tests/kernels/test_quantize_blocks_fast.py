@@ -26,7 +26,7 @@ def _emulated(device, monkeypatch):
 
 def run(x, format, rotation, g, scale_layout, device) -> tuple[torch.Tensor, torch.Tensor]:
     shape, tiled = tuple(x.shape), scale_layout == "tiled"
-    x, g = x.to(device), None if g is None else torch.tensor(g, device=device)
+    x, g = x.contiguous().to(device), None if g is None else torch.tensor(g, device=device)
     codes = torch.full(format.codes_shape(shape), 0xA5, dtype=torch.uint8, device=device)
     scales = torch.full(format.scales_shape(shape, scale_layout), 0xA5, dtype=torch.uint8, device=device)
     if not interpreting():
@@ -41,9 +41,9 @@ def run(x, format, rotation, g, scale_layout, device) -> tuple[torch.Tensor, tor
         tiles["N"] = wide
     config = {**fast.config(format, rotation, False, tiles), "FEW": tiles["N"]}
     signs = x if rotation.signs is None else rotation.signs
-    sizes = fast.sizes(tiles, m, k)
-    fast.quantize_blocks_fast_kernel[fast.grid(tiles, m, sizes[0], 3)](
-        x, codes, scales, x if g is None else g, signs, *sizes, **config
+    in_row = k // tiles["UNIT"]
+    fast.quantize_blocks_fast_kernel[fast.grid(tiles, m, k)](
+        x, codes, scales, x if g is None else g, signs, m * in_row, m, in_row, **config
     )
     return codes, scales
 

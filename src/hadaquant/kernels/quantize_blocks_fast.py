@@ -31,7 +31,7 @@ from hadaquant.kernels.quotients import (
     nvfp4_block,
     reciprocal,
 )
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, given, on
 from hadaquant.kernels.units import load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -45,7 +45,7 @@ def _wide(low, high):
 @triton.jit
 def _store_codes(codes_ptr, unit, words):
     """A unit's code words, 16 bytes a store where it has as many."""
-    where = codes_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit.to(tl.int64) * (len(words) // 2)
+    where = codes_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit * (len(words) // 2)
     if len(words) == 2:
         tl.store(where, _wide(words[0], words[1]))
     else:
@@ -65,23 +65,20 @@ def _store_scales(scales_ptr, place, stored, real, WHOLE: tl.constexpr):
         word = word | (stored[i] << (8 * i))
     if not WHOLE:
         word = tl.where(real, word, 0)
-    tl.store(scales_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + place.to(tl.int64), word.to(DTYPE))
+    tl.store(scales_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + place, word.to(DTYPE))
 
 
 @triton.jit
-def _owned(step, skip, units, rows, units_in_row, N: tl.constexpr, SOME: tl.constexpr, ACROSS: tl.constexpr,
-           TILED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """int32 [SOME]: of the N units of a step those from ``skip`` on, the places of their scales, whether they exist.
+def _owned(first, skip, units, rows, units_in_row, N: tl.constexpr, ACROSS: tl.constexpr, TILED: tl.constexpr,
+           WHOLE: tl.constexpr):  # fmt: skip
+    """int64 [N]: of a program's units those from ``skip`` on, the places of their scales, whether they exist.
 
-    In place of padding, and of a step before the first, units are done that another thread does too: to the same
-    end.
+    In place of padding units are done that another thread does too: to the same end.
     """
-    step = tl.maximum(step, 0).to(tl.uint32)
-    n = skip + tl.arange(0, SOME)
-    if TILED:  # steps walk along 128 rows, a tile after another, in the order of their scales
-        STEPS: tl.constexpr = 128 * ACROSS // N
-        tile = (step // STEPS).to(tl.int32)
-        n += (step % STEPS).to(tl.int32) * N
+    n = skip + tl.arange(0, N)
+    if TILED:  # programs walk along 128 rows, a tile after another, in the order of their scales
+        tile = (first.to(tl.uint32) // (128 * ACROSS)).to(tl.int32)
+        n += (first.to(tl.uint32) % (128 * ACROSS)).to(tl.int32)
         row = tl.program_id(1) * 128 + n // ACROSS % 4 * 32 + n // (4 * ACROSS)
         column = tile * ACROSS + n % ACROSS
         place = (tl.program_id(1) * tl.cdiv(units_in_row, ACROSS) + tile) * (128 * ACROSS) + n
@@ -89,25 +86,16 @@ def _owned(step, skip, units, rows, units_in_row, N: tl.constexpr, SOME: tl.cons
         if not WHOLE:
             row = tl.minimum(row, rows - 1)
             column = tl.minimum(column, units_in_row - 1)
-        return row * units_in_row + column, place, real
+        return (row * units_in_row + column).to(tl.int64), place.to(tl.int64), real
     else:
-        if WHOLE:
-            unit = tl.minimum(step.to(tl.int32) * N, units - N) + n
-        else:
-            unit = tl.minimum(n, units - 1)
+        unit = first.to(tl.int64) + tl.arange(0, N) + skip  # in this order only the last sum is another for each skip
+        if not WHOLE:
+            unit = tl.minimum(unit, units - 1)
         return unit, unit, n >= 0
 
 
-@triton.jit
-def _words_of(x_ptr, step, units, rows, units_in_row, UNIT: tl.constexpr, N: tl.constexpr, ACROSS: tl.constexpr,
-              TILED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    WORDS: tl.constexpr = UNIT * x_ptr.dtype.element_ty.primitive_bitwidth // 64
-    unit, _, _ = _owned(step, 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE)
-    return load_words(x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit.to(tl.int64) * WORDS, WORDS)
-
-
 @triton.jit(
-    do_not_specialize=["steps", "units", "rows", "units_in_row"],
+    do_not_specialize=["units", "rows", "units_in_row"],
     do_not_specialize_on_alignment=["global_ptr", "signs_ptr"],
 )
 def quantize_blocks_fast_kernel(
@@ -116,7 +104,6 @@ def quantize_blocks_fast_kernel(
     scales_ptr,
     global_ptr,
     signs_ptr,
-    steps,
     units,
     rows,
     units_in_row,
@@ -135,7 +122,7 @@ def quantize_blocks_fast_kernel(
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
 ):
-    """Programs walk over steps of N units, EACH at a time, and fetch the next ones while they work on these."""
+    """A program takes EACH steps of N units. It loads all of them before it works on the first."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SCALED: tl.constexpr = RULE == "e4m3_global"
     WORDS: tl.constexpr = UNIT * DTYPE.primitive_bitwidth // 64
@@ -143,72 +130,66 @@ def quantize_blocks_fast_kernel(
     WAITS: tl.constexpr = DTYPE.primitive_bitwidth == 16 and 8 % (1 / ROTATION[3]) == 0
     NORM: tl.constexpr = ROTATION[3] if WAITS else 1.0
 
-    g = 1.0
-    scale = ()
-    beyond = 0
-    if SCALED:
-        g = tl.load(global_ptr)
-        beyond = tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
-        hi, lo = reciprocal(g)
-        scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
-
-    # the last steps first: whoever read x before, for its largest magnitude, left its end in the cache
-    last = steps - 1
-    first = tl.program_id(0) * EACH
-    stride = tl.num_programs(0) * EACH
+    # the last units first: whoever read x before, for its largest magnitude, left its end in the cache
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * (EACH * N)
+    if WHOLE and not TILED:
+        first = tl.minimum(first, units - EACH * N)  # the last program steps back to be whole
     words = ()
     for i in tl.static_range(EACH):
-        words = words + _words_of(x_ptr, last - first - i, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE)
-    for begin in range(first, steps, stride):
-        start = last - begin
-        worst = tl.zeros((N,), tl.int32) + beyond
-        following = ()
-        for i in tl.static_range(EACH):
-            v = widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE)
-            following = following + _words_of(
-                x_ptr, start - stride - i, units, rows, units_in_row, UNIT, N, ACROSS, TILED, WHOLE
-            )
-            v, magnitudes = rotate_unit(v, signs_ptr, ROTATION, not WAITS, BLOCK)
-            codes = ()
-            stored = ()
-            for j in tl.static_range(UNIT // BLOCK):
-                if SCALED:
-                    c, s, largest = nvfp4_block(v, magnitudes[j], scale, j * BLOCK, NORM, E4M3)
-                    worst = tl.maximum(worst, bits(largest))
-                else:
-                    c, s = mxfp4_block(v, magnitudes[j], j * BLOCK, NORM, RULE)
-                codes = codes + c
-                stored = stored + (s,)
-            unit, place, real = _owned(start - i, 0, units, rows, units_in_row, N, N, ACROSS, TILED, WHOLE)
-            _store_codes(codes_ptr, unit, codes)
-            _store_scales(scales_ptr, place, stored, real, WHOLE)
-        if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
-            if tl.max(worst) > LARGEST_BITS:
-                _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units_in_row, N, EACH,
-                       ACROSS, UNIT, BLOCK, RULE, TILED, TILE_ROWS, TILE_COLS, WHOLE, FEW, ROTATION, FRONT)  # fmt: skip
-        words = following
+        unit, _, _ = _owned(first, i * N, units, rows, units_in_row, N, ACROSS, TILED, WHOLE)
+        where = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit * WORDS
+        words = words + load_words(where, WORDS)
+
+    g = 1.0
+    scale = ()
+    worst = tl.zeros((N,), tl.int32)
+    if SCALED:
+        g = tl.load(global_ptr)
+        worst += tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
+        hi, lo = reciprocal(g)
+        scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
+    for i in tl.static_range(EACH):
+        v = widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE)
+        v, magnitudes = rotate_unit(v, signs_ptr, ROTATION, not WAITS, BLOCK)
+        codes = ()
+        stored = ()
+        for j in tl.static_range(UNIT // BLOCK):
+            if SCALED:
+                c, s, largest = nvfp4_block(v, magnitudes[j], scale, j * BLOCK, NORM, E4M3)
+                worst = tl.maximum(worst, bits(largest))
+            else:
+                c, s = mxfp4_block(v, magnitudes[j], j * BLOCK, NORM, RULE)
+            codes = codes + c
+            stored = stored + (s,)
+        unit, place, real = _owned(first, i * N, units, rows, units_in_row, N, ACROSS, TILED, WHOLE)
+        _store_codes(codes_ptr, unit, codes)
+        _store_scales(scales_ptr, place, stored, real, WHOLE)
+    if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
+        if tl.max(worst) > LARGEST_BITS:
+            _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, first, units, rows, units_in_row, N, EACH, ACROSS, UNIT,
+                   BLOCK, RULE, TILED, TILE_ROWS, TILE_COLS, WHOLE, FEW, ROTATION, FRONT)  # fmt: skip
 
 
 @triton.jit
-def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, start, units, rows, units_in_row, N: tl.constexpr,
+def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, first, units, rows, units_in_row, N: tl.constexpr,
            EACH: tl.constexpr, ACROSS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
            TILED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, WHOLE: tl.constexpr,
            FEW: tl.constexpr, ROTATION: tl.constexpr, FRONT: tl.constexpr):  # fmt: skip
-    """EACH steps by the twin, FEW units at a time."""
+    """A program's units by the twin, FEW at a time."""
     tl.debug_barrier()  # the twin's threads own other channels
-    for part in range(EACH * (N // FEW)):
-        step, skip = start - part // (N // FEW), part % (N // FEW) * FEW
-        unit, _, _ = _owned(step, skip, units, rows, units_in_row, N, FEW, ACROSS, TILED, WHOLE)
+    for part in range(EACH * N // FEW):
+        unit, _, _ = _owned(first, part * FEW, units, rows, units_in_row, FEW, ACROSS, TILED, WHOLE)
         blocks_in_row = units_in_row * (UNIT // BLOCK)
         quantize_units(
-            x_ptr, codes_ptr, scales_ptr, g, signs_ptr, signs_ptr, unit.to(tl.int64), units, blocks_in_row,
+            x_ptr, codes_ptr, scales_ptr, g, signs_ptr, signs_ptr, unit, units, blocks_in_row,
             FEW, UNIT, BLOCK, "e2m1", RULE, TILED, TILE_ROWS, TILE_COLS, ROTATION, FRONT,
         )  # fmt: skip
-    tl.debug_barrier()
 
 
-#: Warps of a program, and channels of a thread at a time.
-WARPS, CHANNELS = 1, 32
+#: Warps of a program, and channels of a thread: as much on its way to each thread as registers allow.
+WARPS, CHANNELS = 1, 128
+#: Below as many units a thread takes one, so that all multiprocessors have some.
+FEW_UNITS = 1 << 19
 #: Channels that the twin works on at a time: it is not to need more registers than all the rest.
 TWIN_CHANNELS = 128
 
@@ -218,9 +199,9 @@ def tiling(format: Format, rotation: Rotation, m: int, k: int, tiled: bool) -> d
     block = format.block or 1
     unit = max(block, rotation.group)
     across = max(1, TILE_COLS * block // unit)
-    threads = 32 * WARPS
-    whole = (m % TILE_ROWS == 0 and k // unit % across == 0) if tiled else m * (k // unit) >= threads
-    each = max(1, CHANNELS // unit)
+    units, threads = m * (k // unit), 32 * WARPS
+    whole = (m % TILE_ROWS == 0 and k // unit % across == 0) if tiled else units >= threads
+    each = max(1, CHANNELS // unit) if units >= FEW_UNITS else 1
     return {"N": threads, "EACH": each, "ACROSS": across, "UNIT": unit, "TILED": tiled, "WHOLE": whole}
 
 
@@ -241,17 +222,13 @@ def config(format: Format, rotation: Rotation, native_e4m3: bool, tiles: dict[st
     }
 
 
-def sizes(tiles: dict[str, int | bool], m: int, k: int) -> tuple[int, int, int, int]:
-    """Steps of a walk, units, rows and units of a row of x [M, K]."""
+def grid(tiles: dict[str, int | bool], m: int, k: int) -> tuple[int, int, int]:
+    """Programs for all of x [M, K], or for each 128 rows of it."""
     in_row = k // tiles["UNIT"]
-    units = TILE_ROWS * tiles["ACROSS"] * triton.cdiv(in_row, tiles["ACROSS"]) if tiles["TILED"] else m * in_row
-    return triton.cdiv(units, tiles["N"]), m * in_row, m, in_row
-
-
-def grid(tiles: dict[str, int | bool], m: int, steps: int, programs: int) -> tuple[int, int, int]:
-    """One walk, or one along each 128 rows, shared by as many programs as there are or as it has steps for."""
-    walks = triton.cdiv(m, TILE_ROWS) if tiles["TILED"] else 1
-    return min(max(programs // walks, 1), triton.cdiv(steps, tiles["EACH"])), walks, 1
+    if tiles["TILED"]:
+        units = TILE_ROWS * tiles["ACROSS"] * triton.cdiv(in_row, tiles["ACROSS"])
+        return triton.cdiv(units, tiles["N"] * tiles["EACH"]), triton.cdiv(m, TILE_ROWS), 1
+    return triton.cdiv(m * in_row, tiles["N"] * tiles["EACH"]), 1, 1
 
 
 @functools.cache
@@ -275,7 +252,8 @@ def quantize_blocks(
     k = x.shape[-1]
     m = x.numel() // k
     tiles = tiling(format, rotation, m, k, scale_layout == "tiled")
-    arguments = (x, codes, scales, given(global_scale, x), given(rotation.signs, x), *sizes(tiles, m, k))
+    in_row = k // tiles["UNIT"]
+    arguments = (x, codes, scales, given(global_scale, x), given(rotation.signs, x), m * in_row, m, in_row)
     signed = rotation.signs is not None
     key = (x.device.index, x.dtype, format.name, rotation.kind, rotation.group, signed, *tiles.values())
     with on(x.device):
@@ -283,8 +261,7 @@ def quantize_blocks(
         if launch is None:
             compiled = config(format, rotation, converts_to_e4m3(x.device), tiles)
             launch = _launches[key] = Launch(quantize_blocks_fast_kernel, arguments, compiled, x.device)
-        programs = multiprocessors(x.device) * launch.occupancy
-        launch(grid(tiles, m, arguments[5], programs), *arguments)
+        launch(grid(tiles, m, k), *arguments)
 
 
 _launches: dict[tuple[object, ...], Launch] = {}
