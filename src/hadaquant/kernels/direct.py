@@ -78,7 +78,8 @@ def _gemv(
     shape: tuple[int, int, int], out: torch.dtype, bias: torch.dtype | None, device: torch.device, _: object
 ) -> Product:
     m, n, k = shape
-    config = gemm_int8_small.gemv_config(m, k, launches_overlap(device))
+    # ahead of it x is quantized, by a kernel that lets it start when all before is done
+    config = gemm_int8_small.gemv_config(m, k, launches_overlap(device), at_rest=True)
     config |= {"HAS_BIAS": bias is not None, **overlapping(config)}
     launch = Launch(gemm_int8_small.gemv_kernel, (*_types(out, bias), n, k), config, device)
     grid = (triton.cdiv(n, config["BN"]), 1, 1)

@@ -77,8 +77,6 @@ def _producer(x_desc, w_desc, x_buf, w_buf, full, empty, tiles_m, tiles_n, steps
                 tma.async_copy_global_to_shared(
                     w_desc, [n * BN + half * 64, s * 16], full.index(stage), w_buf.index(stage + half)
                 )
-            if OVERLAP:
-                gdc_wait()
             tma.async_copy_global_to_shared(x_desc, [m * BM, s * 128], full.index(stage), x_buf.index(stage))
             mbarrier.wait(empty.index(stage + 1), phase)
             mbarrier.expect(full.index(stage + 1), BM * 128)
@@ -142,8 +140,6 @@ def _consumer(x_buf, w_buf, y_bufs, full, empty, sw_ptr, gx_ptr, gw_ptr, bias_pt
             at = ((t % SPLIT) * N + n_of).to(gl.int64)[:, None] * M + m_of[None, :]
             gl.store(parts_ptr + at, acc, mask=(n_of < N)[:, None] & (m_of < M)[None, :])
         else:
-            if OVERLAP:
-                gdc_wait()
             g = gl.load(gx_ptr) * gl.load(gw_ptr) if HAS_GLOBAL else 1.0
             y = (acc * REST) * g
             if HAS_BIAS:
@@ -164,6 +160,7 @@ def fp4_mm_hopper(
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
+        gdc_wait()
     x_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, 64], x_desc.layout)
     w_buf = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 2, 16], w_desc.layout)
     y_buf = gl.allocate_shared_memory(y_desc.dtype, [2, BM, 64], y_desc.layout)

@@ -66,6 +66,7 @@ def gemv_kernel(
     x_units = x_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if OVERLAP:
         gdc_launch_dependents()
+        gdc_wait()
     # E4M3 scales come 2**-120 too small; codes come doubled
     LIFT: gl.constexpr = 2.0**116 if RULE == "e4m3_global" else 1.0
     REST: gl.constexpr = 64.0 if RULE == "e4m3_global" else 0.25
@@ -78,8 +79,6 @@ def gemv_kernel(
         w = gl.load(w_units + column.to(gl.int64)[:, None] * units + u[None, :], mask=inside, other=0)
         b = u * 16 // BLOCK
         sw = gl.load(sw_ptr + column.to(gl.int64)[:, None] * blocks + b[None, :], mask=inside, other=0)
-        if OVERLAP:
-            gdc_wait()
         sw = wide_scale(sw, RULE)
         new = ()
         for m in gl.static_range(M):
@@ -124,11 +123,10 @@ def few_rows_kernel(
     acc = gl.zeros((SLICES, BM, BN), gl.float32, mma)
     if OVERLAP:
         gdc_launch_dependents()
+        gdc_wait()
     STEP: gl.constexpr = SLICES * WORDS
     w = gl.load(w_words + wk, mask=(column < N) & (wk < words), other=0)
     sw = _load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
-    if OVERLAP:
-        gdc_wait()
     x = gl.load(x_words + xk, mask=(row < M) & (xk < words), other=0)
     sx = _load_scales(x_scales + gl.minimum(xk, words - 4) // 4 * EACH, RULE, False)
     for k in range(STEP, words + STEP, STEP):

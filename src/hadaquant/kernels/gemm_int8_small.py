@@ -4,8 +4,8 @@
 flight at once: no shared memory, no split of K. ``few_rows`` uses the matrix units, its warps taking
 slices of K as the batch of a batched product, added at the end: exact, since integers have no order.
 
-N·K bytes move; the roof is device memory. ``gemv`` fetches the weight before its input is there where launches
-may overlap (programmatic dependent launch, from sm_90).
+N·K bytes move; the roof is device memory. ``gemv`` fetches a weight at rest before its input is there, where
+launches may overlap (programmatic dependent launch, from sm_90).
 """
 
 from typing import Any
@@ -30,6 +30,7 @@ def _dp4a(a, b, c):
 def gemv_kernel(
     x_ptr, sx_ptr, w_ptr, sw_ptr, bias_ptr, y_ptr, N, K,
     M: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
+    AT_REST: tl.constexpr,
 ):  # fmt: skip
     # x [M, K/4], w [N, K/4]: words of four int8
     x_words = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -39,13 +40,15 @@ def gemv_kernel(
     rows = w_words + column.to(tl.int64)[:, None] * (K // 4) + word[None, :]
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+        if not AT_REST:
+            tl.extra.cuda.gdc_wait()
     sums = ()
     for _ in tl.static_range(M):
         sums = sums + (tl.zeros((BN, WORDS), tl.int32),)
     for k in range(0, K // 4, WORDS):
         inside = k + word < K // 4
         w = tl.load(rows + k, mask=(column < N)[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
-        if OVERLAP:
+        if OVERLAP and AT_REST:
             tl.extra.cuda.gdc_wait()
         new = ()
         for m in tl.static_range(M):
@@ -89,10 +92,14 @@ def few_rows_kernel(
     tl.store(y_ptr + row[:, None] * N + column[None, :], narrow(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-def gemv_config(m: int, k: int, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments and launch options of :func:`gemv_kernel`; K % 4 == 0."""
+def gemv_config(m: int, k: int, overlap: bool, at_rest: bool = False) -> dict[str, Any]:
+    """Compile-time arguments and launch options of :func:`gemv_kernel`; K % 4 == 0.
+
+    ``at_rest``: the kernel ahead does not write the weight, and all before that one are done.
+    """
     words = min(1024, triton.next_power_of_2(k // 4))
-    return {"M": m, "BN": 8 if m == 1 else 4, "WORDS": words, "OVERLAP": overlap, "num_warps": 4, **OPTIONS}
+    tile = {"M": m, "BN": 8 if m == 1 else 4, "WORDS": words}
+    return {**tile, "OVERLAP": overlap, "AT_REST": at_rest, "num_warps": 4, **OPTIONS}
 
 
 def few_rows_config(overlap: bool) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def quantize_front_gluon(
 ):  # fmt: skip
     """Strides are in 32-bit words."""
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     UP: gl.constexpr = FRONT[0] == "silu_mul"
     first = gl.program_id(0)

@@ -145,9 +145,9 @@ def quantize_rows_gluon(
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        # the next kernel may start its set-up; this one must not read before the last one has written
-        gdc_launch_dependents()
+        # only then may the next kernel start, so that it finds all done that is ahead of this one
         gdc_wait()
+        gdc_launch_dependents()
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     first = gl.program_id(0)
     step = gl.num_programs(0)

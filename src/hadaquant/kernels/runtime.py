@@ -40,7 +40,11 @@ def launches_overlap(device: torch.device) -> bool:
 
 
 def overlapping(config: dict[str, Any]) -> dict[str, Any]:
-    """The launch option of a kernel that waits for its input by itself."""
+    """The launch option of a kernel that waits for its input by itself.
+
+    Before it has waited it must read nothing that a kernel may have written, however long ago: the kernel ahead
+    can have let it start while its own predecessors were still at work.
+    """
     return {"launch_pdl": True} if config["OVERLAP"] else {}
 
 
