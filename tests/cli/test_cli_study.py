@@ -17,7 +17,8 @@ def run(*args):
 
 
 def test_a6_a7_digits_in_the_table():
-    result = run("--formats", "nvfp4", "--rotations", "sylvester:16", "--case", "outlier-channels", "--case", "gaussian")
+    cases = ("--case", "outlier-channels", "--case", "gaussian")
+    result = run("--formats", "nvfp4", "--rotations", "sylvester:16", *cases)
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.stdout.splitlines() if "sylvester:16" in line]
     assert lines == ROWS.splitlines()

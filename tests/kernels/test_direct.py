@@ -103,7 +103,8 @@ def test_in_a_graph():
 def test_weights_quantized_in_the_launch_before():
     # launches overlap, yet nothing may read a weight before the kernel that writes it is done
     x, w = (torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for m in (1, 4096))
-    expected = hq.scaled_mm(*(hq.quantize(t.cpu(), "int8", rotation="regular:256") for t in (x, w)))
+    qx, qw = (hq.quantize(t.cpu(), "int8", rotation="regular:256") for t in (x, w))
+    expected = hq.scaled_mm(qx, qw)
     found = []
     for _ in range(50):
         qx, qw = (hq.quantize(t, "int8", rotation="regular:256") for t in (x, w))
