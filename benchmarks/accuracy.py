@@ -143,6 +143,7 @@ def cells(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--name", help="of the model, in the records; its folder's unless given")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, required=True, help="never the text that is evaluated")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -162,7 +163,11 @@ def main() -> None:
     ids = read_tokens(arguments.text, tokenizer, WINDOW, arguments.tokens)
     calibration = read_tokens(arguments.calibration, tokenizer, WINDOW).to(arguments.device)
     batches = token_batches(calibration, WINDOW, arguments.windows, arguments.batch)
-    names = {"model": arguments.model.name, "text": arguments.text.stem, "calibration": arguments.calibration.stem}
+    names = {
+        "model": arguments.name or arguments.model.name,
+        "text": arguments.text.stem,
+        "calibration": arguments.calibration.stem,
+    }
     for cell in cells(arguments.formats, arguments.rotations, arguments.weights, arguments.activations):
         row, _ = measure(model, cell, ids, batches)
         append(RESULTS / "accuracy.jsonl", [names | row])
