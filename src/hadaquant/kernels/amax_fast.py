@@ -17,7 +17,7 @@ from torch import Tensor
 from hadaquant.kernels.hadamard import constants
 from hadaquant.kernels.numerics import E2M1_MAX, E4M3_MAX, FP32_INF_BITS, bits, from_bits, magnitude_bits
 from hadaquant.kernels.runtime import OPTIONS, Launch, given, multiprocessors, on
-from hadaquant.kernels.units import load_words, rotate_unit, widen_words
+from hadaquant.kernels.units import largest_magnitude, load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
 #: Channels of a thread's unit at least: 32 bytes of 16-bit floats.
@@ -40,7 +40,7 @@ def _finite(x_ptr, signs_ptr, first, stride, steps, units, N: tl.constexpr, EACH
     for start in range(first, steps, stride):
         for i in range(EACH):
             words = _words_of(x_ptr, tl.minimum(start + i, steps - 1), units, UNIT, N)
-            v, _ = rotate_unit(widen_words(words, x_ptr.dtype.element_ty), signs_ptr, ROTATION, False, UNIT)
+            v = rotate_unit(widen_words(words, x_ptr.dtype.element_ty), signs_ptr, ROTATION, False)
             for j in tl.static_range(UNIT):
                 b = magnitude_bits(v[j])
                 largest = tl.maximum(largest, tl.where(b < FP32_INF_BITS, b, 0))
@@ -72,8 +72,8 @@ def amax_fast_kernel(
         for i in tl.static_range(EACH):
             v = widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE)
             following = following + _words_of(x_ptr, tl.minimum(start + stride + i, steps - 1), units, UNIT, N)
-            _, m = rotate_unit(v, signs_ptr, ROTATION, False, UNIT)
-            largest = tl.maximum(largest, m[0], propagate_nan=tl.PropagateNan.ALL)
+            m = largest_magnitude(rotate_unit(v, signs_ptr, ROTATION, False), 0, UNIT)
+            largest = tl.maximum(largest, m, propagate_nan=tl.PropagateNan.ALL)
         words = following
     found = tl.max(bits(largest))
     if found >= FP32_INF_BITS:

@@ -150,15 +150,15 @@ def quantize_blocks_fast_kernel(
         scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
     for i in tl.static_range(EACH):
         v = widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE)
-        v, magnitudes = rotate_unit(v, signs_ptr, ROTATION, not WAITS, BLOCK)
+        v = rotate_unit(v, signs_ptr, ROTATION, not WAITS)
         codes = ()
         stored = ()
         for j in tl.static_range(UNIT // BLOCK):
             if SCALED:
-                c, s, largest = nvfp4_block(v, magnitudes[j], scale, j * BLOCK, NORM, E4M3)
+                c, s, largest = nvfp4_block(v, scale, j * BLOCK, NORM, E4M3)
                 worst = tl.maximum(worst, bits(largest))
             else:
-                c, s = mxfp4_block(v, magnitudes[j], j * BLOCK, NORM, RULE)
+                c, s = mxfp4_block(v, j * BLOCK, NORM, RULE)
             codes = codes + c
             stored = stored + (s,)
         unit, place, real = _owned(first, i * N, units, rows, units_in_row, N, ACROSS, TILED, WHOLE)

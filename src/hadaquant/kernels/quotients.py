@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hadaquant.kernels.numerics import bits, choose, decode_e4m3, encode_e4m3, from_bits
+from hadaquant.kernels.units import largest_magnitude
 
 #: 1/6 in two terms.
 SIXTH = tl.constexpr(0.16666667163372039794921875)
@@ -95,8 +96,9 @@ def _pack(h, FIRST: tl.constexpr, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_block(v, amax, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
-    """16 channels -> code words, scale byte, largest scaled quotient. v and amax are still to be multiplied by NORM."""
+def nvfp4_block(v, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
+    """16 channels -> code words, scale byte, largest scaled quotient. v is still to be multiplied by NORM."""
+    amax = largest_magnitude(v, FIRST, 16)
     s = quotient(tl.fma(amax, SIXTH * NORM, amax * (SIXTH_REST * NORM)), g[1], g[2])
     if E4M3:
         stored = s.to(tl.float8e4nv)
@@ -113,9 +115,9 @@ def nvfp4_block(v, amax, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.co
 
 
 @triton.jit
-def mxfp4_block(v, amax, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
-    """32 channels -> code words, scale byte; for all values. v and amax are still to be multiplied by NORM."""
-    stored = choose(bits(amax * NORM), 1.0, RULE)
+def mxfp4_block(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
+    """32 channels -> code words, scale byte; for all values. v is still to be multiplied by NORM."""
+    stored = choose(bits(largest_magnitude(v, FIRST, 32) * NORM), 1.0, RULE)
     # SCALE over the divisor 2^(stored - 127), subnormal at the end: products with it are exact, or so small that
     # their code is 0
     inverse = from_bits(tl.where(stored < 233, (233 - stored) << 23, 1 << (255 - stored))) * NORM

@@ -7,7 +7,7 @@ additions and no more: no shared memory and no shuffles. Good for groups up to w
 import triton
 import triton.language as tl
 
-from hadaquant.kernels.numerics import bits, from_bits
+from hadaquant.kernels.numerics import from_bits
 
 
 @triton.jit
@@ -72,75 +72,26 @@ def _stage(v, ROTATION: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _largest_after(v, ROTATION: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 bits of the largest magnitude of each block of a stage's results, the stage lying within blocks.
-
-    Of a + b and a - b it is RN(|a| + |b|), rounding being monotone and symmetric: half as many numbers.
-    """
-    REGULAR: tl.constexpr = ROTATION[0] == "regular"
-    RADIX: tl.constexpr = 4 if 4 * STRIDE <= ROTATION[1] else 2  # noqa: SIM300
-    largest = ()
-    for first in tl.static_range(0, len(v), BLOCK):
-        m = None
-        for base in tl.static_range(first, first + BLOCK, RADIX * STRIDE):
-            for i in tl.static_range(base, base + STRIDE):
-                a = v[i]
-                b = v[i + STRIDE]
-                if RADIX == 4:
-                    c = v[i] - v[i + STRIDE]
-                    d = v[i + 2 * STRIDE] - v[i + 3 * STRIDE]
-                    a = v[i] + v[i + STRIDE]
-                    b = v[i + 2 * STRIDE] + v[i + 3 * STRIDE]
-                    if REGULAR:
-                        n = tl.maximum(bits(tl.abs(a) + tl.abs(d)), bits(tl.abs(b) + tl.abs(c)))
-                    else:
-                        n = tl.maximum(bits(tl.abs(a) + tl.abs(b)), bits(tl.abs(c) + tl.abs(d)))
-                else:
-                    n = bits(tl.abs(a) + tl.abs(b))
-                m = n if m is None else tl.maximum(m, n)
-        largest = largest + (m,)
-    return largest
-
-
-@triton.jit
-def rotate_unit(v, signs_ptr, ROTATION: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr):
-    """The unit times R, its groups one by one, and the largest magnitude of each block, NaN if there is one.
-
-    Both without the norm unless NORMED. ROTATION: ``hadamard.constants``.
-    """
-    GROUP: tl.constexpr = ROTATION[1]
-    STAGES: tl.constexpr = len(ROTATION[2])
-    # a stage's results lie in a block each if all of the group does
-    WITHIN: tl.constexpr = STAGES > 0 and GROUP <= BLOCK
+def rotate_unit(v, signs_ptr, ROTATION: tl.constexpr, NORMED: tl.constexpr):
+    """The unit times R, its groups one by one; without the norm unless NORMED. ROTATION: ``hadamard.constants``."""
     if ROTATION[4]:
         signed = ()
         for i in tl.static_range(len(v)):
-            signed = signed + (v[i] * tl.load(signs_ptr + i % GROUP),)
+            signed = signed + (v[i] * tl.load(signs_ptr + i % ROTATION[1]),)
         v = signed
-    largest = ()
-    for i in tl.static_range(STAGES):
-        if WITHIN and i == STAGES - 1:
-            largest = _largest_after(v, ROTATION, ROTATION[2][i], BLOCK)
+    for i in tl.static_range(len(ROTATION[2])):
         v = _stage(v, ROTATION, ROTATION[2][i])
-    magnitudes = ()
-    for i in tl.static_range(len(v) // BLOCK):
-        if WITHIN:
-            m = from_bits(largest[i])
-        else:
-            m = _largest_of(v, i * BLOCK, BLOCK)
-        if NORMED:
-            m = m * ROTATION[3]
-        magnitudes = magnitudes + (m,)
     if NORMED:
         normed = ()
         for i in tl.static_range(len(v)):
             normed = normed + (v[i] * ROTATION[3],)
         v = normed
-    return v, magnitudes
+    return v
 
 
 @triton.jit
-def _largest_of(v, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def largest_magnitude(v, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """float32 [N]: largest magnitude of COUNT channels, NaN if there is one."""
     m = tl.abs(v[FIRST])
     for i in tl.static_range(FIRST + 1, FIRST + COUNT):
         m = tl.maximum(m, tl.abs(v[i]), propagate_nan=tl.PropagateNan.ALL)

@@ -27,7 +27,7 @@ from hadaquant.formats.scales import global_scale_of
 from hadaquant.front import FrontEnd
 from hadaquant.ops import checks
 from hadaquant.ops.candidates import OTHERS_PRODUCTS
-from hadaquant.ops.plan import Plan, has_triton, plan_amax, plan_quantize, plan_rotate, plan_scaled_mm, tell
+from hadaquant.ops.plan import Plan, plan_amax, plan_quantize, plan_rotate, plan_scaled_mm, tell
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import NONE, Rotation, trusted
 
@@ -152,7 +152,7 @@ def _(x, rotation, signs, matrix, backend, front_end="none", factor=None, shift=
 @_op("global_scale(Tensor amax) -> Tensor")
 def _global_scale(amax: Tensor) -> Tensor:
     # an op of its own, because a compiler that saw its divisions would replace them by faster, wrong ones
-    if amax.is_cuda and has_triton() and target_of(amax.device).vendor == "nvidia":
+    if plan_amax(NONE, target_of(amax.device)).kernel == "amax_fast":
         from hadaquant.kernels.amax_fast import global_scale
 
         return global_scale(amax)  # one launch in place of seven

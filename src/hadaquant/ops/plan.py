@@ -171,6 +171,7 @@ def plan_amax(
         refusal = f"a front end knows rows: {front_end}"
     elif k % LEAST_UNIT:
         refusal = f"K={k} is no multiple of {LEAST_UNIT}"
+    refusal = refusal or "it has not run on a GPU yet"
     why = "one look at each block or group in a thread's registers, the next one on its way"
     candidates = [
         Candidate(kernel="amax_fast", why=why, refusal=refusal),
