@@ -57,11 +57,17 @@ def check(x, format: str, rotation, device, g: float = 0.003, scale_layout: str 
     assert_same(ours[1], oracle[1], "scales")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_same_bytes(format, rotation, dtype, device):
-    check(nasty(9, 512, dtype), format, rotation, device)
+def test_same_bytes(format, rotation, device):
+    check(nasty(9, 256, torch.bfloat16), format, rotation, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rotation", ["none", "regular:16", "sylvester:32"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4-even"])
+def test_same_bytes_of_other_inputs(format, rotation, dtype, device):
+    check(nasty(9, 256, dtype), format, rotation, device)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (17, 160), (2, 3, 64), (64,), (131, 224), (1, 2048)], ids=str)
@@ -106,7 +112,7 @@ def test_every_bf16_value(format, device):
     block = get_format(format).block or 1
     values = all_bf16()
     if interpreting():
-        values = values[::16]
+        values = values[::64]
     alone = torch.zeros(len(values), block, dtype=torch.bfloat16)
     alone[:, 5] = values
     check(alone, format, "none", device)
