@@ -131,7 +131,7 @@ def test_a_format_is_one_file(tree_with_a_new_format, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file, *answers = run(USE, tree_with_a_new_format, TRITON_INTERPRET="1").splitlines()
     assert Path(file).is_relative_to(tree_with_a_new_format)
-    assert answers == ["True"] * 4 + ["quantize_blocks_fast"]
+    assert answers == ["True"] * 4 + ["quantize_blocks"]
 
 
 def test_a_rule_without_its_twin_is_told(tree_with_a_new_format):

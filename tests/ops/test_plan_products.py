@@ -7,6 +7,7 @@ import hadaquant as hq
 from hadaquant.errors import BackendError, UnknownChoice
 from hadaquant.formats import get_format
 from hadaquant.ops import Target, candidates, plan
+from hadaquant.ops.candidates import UNRUN
 from hadaquant.ops.options import BACKENDS, PRODUCTS, using_backend, without_products
 from hadaquant.ops.plan import plan_quantize, plan_rotate, plan_scaled_mm
 from hadaquant.ops.target import get_target
@@ -147,7 +148,7 @@ def test_fp4_what_has_not_run_is_not_taken_and_says_so():
         found = fp4("sm_90", m)
         assert found.kernel == "fp4_mm"
         for kernel in ("fp4_mm_hopper", "fp4_unpacked"):
-            assert why_not(found, kernel) == "it has not run on a GPU yet"
+            assert why_not(found, kernel) == UNRUN
     assert "sm_90" in why_not(fp4("sm_80", 4096), "fp4_mm_hopper")
     assert "N=4097" in why_not(fp4("sm_90", 4096, n=4097), "fp4_mm_hopper")
     assert "16-bit" in why_not(fp4("sm_90", 4096, out_dtype=torch.float32), "fp4_mm_hopper")
