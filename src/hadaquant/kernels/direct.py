@@ -49,7 +49,7 @@ class DirectLinear:
         self._m, self._device, self._dtype = m, device, dtypes[1]
         self._scales_at = triton.cdiv(m * k, _BOUNDARY) * _BOUNDARY
         self._quantize = quantize_rows_gluon.launch_of(format, *rotation, k, dtypes[0], device)
-        self._programs = (min(m, multiprocessors(device) * self._quantize.occupancy), 1, 1)
+        self._grid = self._quantize.grid_of(m)
         self._product = _PRODUCTS[kernel](shape, dtypes[1], dtypes[2], device, tile)
 
     def __call__(
@@ -61,9 +61,7 @@ class DirectLinear:
         source, codes = x.data_ptr(), held.data_ptr()
         scales = codes + self._scales_at
         with on(self._device):
-            self._quantize(
-                self._programs, source, codes, scales, source if signs is None else signs.data_ptr(), self._m
-            )
+            self._quantize(self._grid, source, codes, scales, source if signs is None else signs.data_ptr(), self._m)
             self._product(
                 codes, scales, w.data_ptr(), sw.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()
             )
@@ -105,9 +103,7 @@ def _mm(
     device: torch.device,
     tile: tuple[int, int] | None,
 ) -> Product:
-    tile = tile or (128, 128)
-    programs = triton.cdiv(shape[0], tile[0]) * triton.cdiv(shape[1], tile[1])
-    config = gemm.int8_config(tile, launches_overlap(device), gemm.runs_alone(programs, device))
+    programs, config = gemm.int8_programs(shape[0], shape[1], tile, device)
     return _tiles(gemm.int8_mm_kernel, config, programs, shape, out, bias, device)
 
 

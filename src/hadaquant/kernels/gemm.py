@@ -132,6 +132,13 @@ def runs_alone(programs: int, device: torch.device) -> bool:
     return programs <= multiprocessors(device) and shared_bytes(device) >= _ALONE_BYTES
 
 
+def int8_programs(m: int, n: int, tile: tuple[int, int] | None, device: torch.device) -> tuple[int, dict[str, Any]]:
+    """How many programs of :func:`int8_mm_kernel` make [M, N] on a device, and their compile-time arguments."""
+    tile = tile or (128, 128)
+    programs = triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1])
+    return programs, int8_config(tile, launches_overlap(device), runs_alone(programs, device))
+
+
 def fp4_config(m: int, format: Format) -> dict[str, Any]:
     """Tile and compile-time arguments of :func:`fp4_mm_kernel`."""
     rows = 16 if m <= 32 else 64
@@ -179,9 +186,8 @@ def scaled_mm(
 
         (gemv if kernel == "int8_gemv" else few_rows)(x, sx, w, sw, bias, y)
     elif kernel == "int8_mm":
-        tile = tile or (128, 128)
-        grid = (triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]),)
-        config = int8_config(tile, launches_overlap(x.device), runs_alone(grid[0], x.device))
+        programs, config = int8_programs(m, n, tile, x.device)
+        grid = (programs,)
         b = given(bias, x)
         with on(x.device):
             int8_mm_kernel[grid](

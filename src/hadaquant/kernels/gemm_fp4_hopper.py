@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hadaquant.formats import Format
 from hadaquant.kernels.fp4_words import decode_nibble, paired_scales
 from hadaquant.kernels.gemm_fp4 import SPAN, unpack
+from hadaquant.kernels.gemm_int8_hopper import tile_of
 from hadaquant.kernels.numerics import narrow, widen
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, multiprocessors, on
 
@@ -45,18 +46,9 @@ def _load_asm():
 
 
 @gluon.jit
-def _tile(t, tiles_m, tiles_n, TILE_ROWS: gl.constexpr):
-    """Row and column of tile t: TILE_ROWS rows at a time, column by column."""
-    width = TILE_ROWS * tiles_n
-    first = (t // width) * TILE_ROWS
-    height = gl.minimum(tiles_m - first, TILE_ROWS)
-    return first + (t % width) % height, (t % width) // height
-
-
-@gluon.jit
 def _work(t, tiles_m, tiles_n, steps, SPLIT: gl.constexpr, TILE_ROWS: gl.constexpr):
     """Row and column of the tile of work item t, and the spans of K that the item takes."""
-    m, n = _tile(t // SPLIT, tiles_m, tiles_n, TILE_ROWS)
+    m, n = tile_of(t // SPLIT, tiles_m, tiles_n, TILE_ROWS)
     each = gl.cdiv(steps, SPLIT)
     begin = gl.minimum(t % SPLIT * each, steps)
     return m, n, begin, gl.minimum(begin + each, steps)

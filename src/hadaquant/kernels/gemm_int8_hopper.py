@@ -36,7 +36,7 @@ TILE_ROWS = 16
 
 
 @gluon.jit
-def _tile(t, tiles_m, tiles_n, TILE_ROWS: gl.constexpr):
+def tile_of(t, tiles_m, tiles_n, TILE_ROWS: gl.constexpr):
     """Row and column of tile t: TILE_ROWS rows at a time, column by column."""
     width = TILE_ROWS * tiles_n
     first = (t // width) * TILE_ROWS
@@ -51,7 +51,7 @@ def _produce(begin, end, stage, phase, scales_phase, x_desc, w_desc, sx_desc, sw
     x_buf, w_buf, _, sx_buf, sw_buf, full, empty, scales_full, scales_empty = buffers
     COLS: gl.constexpr = BN // CUT
     for u in range(begin, end, gl.num_programs(0)):
-        m, n = _tile(base + u // CUT, tiles_m, tiles_n, TILE_ROWS)
+        m, n = tile_of(base + u // CUT, tiles_m, tiles_n, TILE_ROWS)
         row = m * BM
         column = n * BN + (u % CUT) * COLS
         for k in range(steps):
@@ -122,7 +122,7 @@ def _consume(begin, end, stage, phase, scales_phase, buffers, bias_ptr, y_desc, 
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
     y_buf = y_bufs.index(GROUP)
     for u in range(begin, end, gl.num_programs(0)):
-        m, n = _tile(base + u // CUT, tiles_m, tiles_n, TILE_ROWS)
+        m, n = tile_of(base + u // CUT, tiles_m, tiles_n, TILE_ROWS)
         row = m * BM + GROUP * ROWS
         column = n * BN + (u % CUT) * COLS
         acc = gl.zeros((ROWS, COLS), gl.int32, layout)

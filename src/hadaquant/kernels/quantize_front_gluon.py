@@ -19,7 +19,7 @@ from hadaquant.kernels import quantize_rows_gluon
 from hadaquant.kernels.front import constants, operand
 from hadaquant.kernels.quantize_rows_gluon import quantize_row, row_shape
 from hadaquant.kernels.rows_gluon import load_row
-from hadaquant.kernels.runtime import Launch, given, launches_overlap, multiprocessors, on
+from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
 from hadaquant.rotation import Rotation
 
 #: Row strides are compiled as multiples of this many 32-bit words.
@@ -113,7 +113,6 @@ def quantize_front(
     described = (rotation.kind, rotation.group, rotation.signs is not None)
     dtypes = (x.dtype, factor.dtype, shift.dtype)
     launch = _launch_of(format, described, constants(front_end), k, dtypes, x.device)
-    programs = min(m, multiprocessors(x.device) * launch.occupancy)
     with on(x.device):
         signs = given(rotation.signs, x)
-        launch((programs, 1, 1), x, codes, scales, signs, factor, shift, m, stride, *of_factor, *of_shift)
+        launch(launch.grid_of(m), x, codes, scales, signs, factor, shift, m, stride, *of_factor, *of_shift)

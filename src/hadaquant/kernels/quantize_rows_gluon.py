@@ -28,7 +28,7 @@ from hadaquant.kernels.rows_gluon import (
     stored_layout,
     widen,
 )
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
 from hadaquant.rotation import Rotation, norm
 
 #: Below it y · (1/d), 1/d in two float32 terms, rounds to the code of the true quotient. The floor under
@@ -213,6 +213,5 @@ def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, format: Format, rota
     k = x.shape[-1]
     m = x.numel() // k
     launch = launch_of(format, rotation.kind, rotation.group, rotation.signs is not None, k, x.dtype, x.device)
-    programs = min(m, multiprocessors(x.device) * launch.occupancy)
     with on(x.device):
-        launch((programs, 1, 1), x, codes, scales, given(rotation.signs, x), m)
+        launch(launch.grid_of(m), x, codes, scales, given(rotation.signs, x), m)

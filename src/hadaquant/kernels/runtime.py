@@ -94,6 +94,10 @@ class Launch:
             blocks -= 1
         return max(blocks, 1)
 
+    def grid_of(self, rows: int) -> tuple[int, int, int]:
+        """Of persistent programs that share rows: as many as the device holds at once, or one a row."""
+        return min(rows, multiprocessors(self._device) * self.occupancy), 1, 1
+
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream of the device, which must be the current one."""
         kernel, knobs = self._compiled, self._knobs

@@ -80,8 +80,6 @@ def _prepared(
     bias_dtype: torch.dtype | None,
 ) -> DirectLinear | None:
     f, target, r = get_format(format), target_of(device), trusted(rotation, None, None)
-    if r.kind == "matrix" or x_dtype not in (torch.bfloat16, torch.float16):
-        return None
     quantize = plan_quantize(f, r, target, backend, dtype=x_dtype, k=k)
     product = plan_scaled_mm(f, target, backend, m=m, n=n, k=k, out_dtype=y_dtype)
     if quantize.kernel != "quantize_rows_gluon":
