@@ -7,7 +7,6 @@ import hadaquant as hq
 from hadaquant.errors import BackendError, UnknownChoice
 from hadaquant.formats import get_format
 from hadaquant.ops import Target, candidates, plan
-from hadaquant.ops.candidates import UNRUN
 from hadaquant.ops.options import BACKENDS, PRODUCTS, using_backend, without_products
 from hadaquant.ops.plan import plan_quantize, plan_rotate, plan_scaled_mm
 from hadaquant.ops.target import get_target
@@ -139,16 +138,13 @@ def fp4(target: str, m: int, n: int = 4096, k: int = 4096, format: str = "nvfp4"
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
 def test_fp4_by_the_number_of_rows(format, target):
     found = [fp4(target, m, format=format) for m in (1, 4, 5, 64, 65)]
-    assert [p.kernel for p in found] == ["fp4_gemv", "fp4_gemv", "fp4_few_rows", "fp4_few_rows", "fp4_mm"]
+    many = "fp4_mm_hopper" if target == "sm_90" else "fp4_unpacked"
+    assert [p.kernel for p in found] == ["fp4_gemv", "fp4_gemv", "fp4_few_rows", "fp4_few_rows", many]
     assert "M=65 is above 64" in why_not(found[-1], "fp4_few_rows")
 
 
-def test_fp4_what_has_not_run_is_not_taken_and_says_so():
-    for m in (65, 4096):
-        found = fp4("sm_90", m)
-        assert found.kernel == "fp4_mm"
-        for kernel in ("fp4_mm_hopper", "fp4_unpacked"):
-            assert why_not(found, kernel) == UNRUN
+def test_fp4_what_hopper_s_kernel_needs():
+    assert fp4("sm_90", 4096).kernel == "fp4_mm_hopper"
     assert "sm_90" in why_not(fp4("sm_80", 4096), "fp4_mm_hopper")
     assert "N=4097" in why_not(fp4("sm_90", 4096, n=4097), "fp4_mm_hopper")
     assert "16-bit" in why_not(fp4("sm_90", 4096, out_dtype=torch.float32), "fp4_mm_hopper")
@@ -158,7 +154,7 @@ def test_fp4_what_has_not_run_is_not_taken_and_says_so():
 def test_fp4_the_portable_kernel_takes_the_rest(m):
     assert fp4("gfx942", m).kernel == "fp4_mm"
     odd = fp4("sm_90", m, k=4112)
-    assert odd.kernel == "fp4_mm" and "K=4112" in why_not(odd, "fp4_gemv")
+    assert odd.kernel == "fp4_unpacked" and "K=4112" in why_not(odd, "fp4_gemv")
 
 
 @pytest.mark.parametrize(("m", "n", "tile"), [(16, 4096, (16, 16)), (16, 14336, (16, 32)), (32, 4096, (32, 16)),
@@ -168,6 +164,6 @@ def test_fp4_tiles_are_narrow_while_they_all_run_at_once(m, n, tile):
 
 
 @pytest.mark.parametrize(("m", "n", "tile"), [(1, 4096, 16), (17, 4096, 32), (128, 4096, 128), (1024, 4096, 256),
-                                              (1024, 14336, 128), (4096, 4096, 256)])  # fmt: skip
+                                              (1024, 14336, 256), (4096, 4096, 256), (2048, 1024, 128)])  # fmt: skip
 def test_fp4_tiles_on_hopper_fill_the_last_wave(m, n, tile):
     assert candidates.hopper_tile(m, n, get_target("sm_90")) == (tile, 128)

@@ -15,7 +15,7 @@ import torch
 
 from hadaquant.errors import BackendError, ShapeError
 from hadaquant.formats import Format, get_format
-from hadaquant.ops.candidates import UNRUN, Candidate, product_candidates
+from hadaquant.ops.candidates import Candidate, product_candidates
 from hadaquant.ops.options import resolve_backend, without_products
 from hadaquant.ops.target import TARGETS, Target, get_target
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation, parse
@@ -171,7 +171,6 @@ def plan_amax(
         refusal = f"a front end knows rows: {front_end}"
     elif k % LEAST_UNIT:
         refusal = f"K={k} is no multiple of {LEAST_UNIT}"
-    refusal = refusal or UNRUN
     why = "one look at each block or group in a thread's registers, the next one on its way"
     candidates = [
         Candidate(kernel="amax_fast", why=why, refusal=refusal),
@@ -209,13 +208,14 @@ def plan_quantize(
     if format.block is None:
         why = "whole rows in registers, the next one on its way, one exchange through shared memory"
         refusal = _rows_in_registers(rotation, target, dtype, k)
-        fast = "quantize_rows_gluon"
-        if front_end != "none":
-            fast, refusal = "quantize_front_gluon", refusal or UNRUN
+        fast = "quantize_rows_gluon" if front_end == "none" else "quantize_front_gluon"
         candidates.insert(0, Candidate(kernel=fast, why=why, refusal=refusal))
     elif front_end == "none":
         why = "a thread a block or group: rotate, scale, encode and pack in its registers, the next one on its way"
-        refusal = _units_in_threads(rotation, target) or UNRUN
+        refusal = _units_in_threads(rotation, target)
+        block = 16 if format.has_global_scale else 32
+        if not refusal and format.block != block:
+            refusal = f"it writes {block} codes a scale, not {format.block}"
         candidates.insert(0, Candidate(kernel="quantize_blocks_fast", why=why, refusal=refusal))
     return _choose("quantize", format.name, target, backend, candidates)
 
