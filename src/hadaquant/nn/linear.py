@@ -18,6 +18,7 @@ from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
 from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
 from hadaquant.ops.direct import direct_linear, unwatched
+from hadaquant.ops.library import op
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import Rotation, parse, trusted
@@ -241,7 +242,7 @@ class RotatedLinear(nn.Module):
             codes, scales, g = self._quantize_input(x, front_end)
         else:
             codes, scales, g = self.input_group.quantize(self.input_member, x, front_end, self._quantize_input)
-        return torch.ops.hadaquant.scaled_mm(
+        return op("scaled_mm", codes)(
             codes,
             scales,
             g,
@@ -255,13 +256,12 @@ class RotatedLinear(nn.Module):
         )
 
     def _quantize_input(self, x: Tensor, front_end: FrontEnd) -> Quantized:
-        ops = torch.ops.hadaquant
         rotation = (self.rotation_spec, self.signs, self.matrix)
         front = (front_end.spec, front_end.factor, front_end.shift)
         g = self.input_global_scale
         if g is None and self.format.has_global_scale:
-            g = ops.global_scale(ops.amax(x, *rotation, self.backend, *front))
-        codes, scales = ops.quantize(x, self.format.name, *rotation, g, "linear", self.backend, *front)
+            g = op("global_scale", x)(op("amax", x)(x, *rotation, self.backend, *front))
+        codes, scales = op("quantize", x)(x, self.format.name, *rotation, g, "linear", self.backend, *front)
         return codes, scales, g
 
     def explain(self, M: int = 1) -> LinearPlan:

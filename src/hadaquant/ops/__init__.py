@@ -8,11 +8,12 @@ from torch import Tensor
 from hadaquant.errors import DtypeError, MismatchError
 from hadaquant.formats import Format, get_format
 from hadaquant.front import FrontEnd, given
-from hadaquant.ops import library as _library  # noqa: F401 - defines torch.ops.hadaquant
 from hadaquant.ops.checks import check_front_end, check_global_number, check_input
+from hadaquant.ops.library import op
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.plan import LinearPlan, Plan, explain
 from hadaquant.ops.target import Target
+from hadaquant.ops import weight_only as _weight_only  # noqa: F401 - defines its ops
 from hadaquant.rotation import Rotation, parse
 from hadaquant.tensor import QuantizedTensor
 
@@ -86,8 +87,8 @@ def quantize(
     elif f.has_global_scale:
         check_input(x, f, r)  # before the work of finding the maximum
         check_front_end(x, fe)
-        g = torch.ops.hadaquant.global_scale(torch.ops.hadaquant.amax(x, *args, backend, *front))
-    codes, scales = torch.ops.hadaquant.quantize(x, f.name, *args, g, scale_layout, backend, *front)
+        g = op("global_scale", x)(op("amax", x)(x, *args, backend, *front))
+    codes, scales = op("quantize", x)(x, f.name, *args, g, scale_layout, backend, *front)
     return QuantizedTensor(codes, scales, g, f, r, scale_layout)
 
 
@@ -118,7 +119,7 @@ def scaled_mm(
     ):
         if found != expected:
             raise MismatchError(what=what, found=found, expected=expected)
-    return torch.ops.hadaquant.scaled_mm(
+    return op("scaled_mm", x.codes)(
         x.codes,
         x.scales,
         x.global_scale,

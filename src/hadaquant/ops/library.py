@@ -27,13 +27,21 @@ from hadaquant.formats.scales import global_scale_of
 from hadaquant.front import FrontEnd
 from hadaquant.ops import checks
 from hadaquant.ops.candidates import OTHERS_PRODUCTS
+from hadaquant.ops.direct import unwatched
+from hadaquant.ops.options import resolve_backend
 from hadaquant.ops.plan import Plan, plan_amax, plan_quantize, plan_rotate, plan_scaled_mm, tell
-from hadaquant.ops.target import target_of
+from hadaquant.ops.target import Target, target_of
 from hadaquant.rotation import NONE, Rotation, trusted
 
 _ROTATION = "str rotation, Tensor? signs, Tensor? matrix"
 _FRONT = 'str front_end="none", Tensor? factor=None, Tensor? shift=None'
 _library = torch.library.Library("hadaquant", "DEF")
+_on_cuda: dict[str, Callable] = {}
+
+
+def op(name: str, x: Tensor) -> Callable:
+    """The op for an x that has no gradient: what it does on a GPU where nobody watches, else by the dispatcher."""
+    return _on_cuda[name] if unwatched(x) else getattr(torch.ops.hadaquant, name)
 
 
 def _op(schema: str) -> Callable[[Callable], Callable]:
@@ -44,6 +52,7 @@ def _op(schema: str) -> Callable[[Callable], Callable]:
     def register(fn: Callable) -> Callable:
         for key in ("CPU", "CUDA"):
             _library.impl(name, _as_written(fn, key.lower()), key)
+        _on_cuda[name] = _as_written(fn, "cuda")
         return fn
 
     return register
@@ -67,11 +76,28 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
     return torch.library.register_fake(f"hadaquant::{name}", lib=_library)
 
 
+def _plan(make: Callable[..., Plan], *deciding: Any, device: torch.device, backend: str, **more: Any) -> Plan:
+    """``make``'s plan; one of a GPU is made once, since a kernel of a few microseconds waits for it.
+
+    Arguments of ``make``: those that decide, then the target and the backend, then ``more``.
+    """
+    target, backend = target_of(device), resolve_backend(backend)
+    if target.vendor == "cpu":  # where the environment has a say
+        return tell(make(*deciding, target, backend, **more))
+    return _made(make, deciding, target, backend, tuple(more.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _made(make: Callable[..., Plan], deciding: Any, target: Target, backend: str, more: Any) -> Plan:
+    return tell(make(*deciding, target, backend, **dict(more)))
+
+
+def _bare(rotation: Rotation) -> Rotation:
+    """A rotation without its tensors, whose values decide nothing: they are not to be compared."""
+    return rotation if rotation.signs is rotation.matrix is None else trusted(rotation.spec, None, None)
+
+
 # ---- rotate -------------------------------------------------------------------------------------
-
-
-def _rotate_plan(x: Tensor, rotation: Rotation, backend: str) -> Plan:
-    return tell(plan_rotate(rotation, target_of(x.device), backend))
 
 
 @_op(f"rotate(Tensor x, {_ROTATION}, bool inverse, str backend) -> Tensor")
@@ -80,7 +106,7 @@ def _rotate(
 ) -> Tensor:
     r = trusted(rotation, signs, matrix)
     checks.check_input(x, None, r)
-    plan = _rotate_plan(x, r, backend)
+    plan = _plan(plan_rotate, _bare(r), device=x.device, backend=backend)
     if plan.kernel == "reference" or x.numel() == 0:
         y = reference.rotate(x, r, inverse).contiguous()
         return y.clone() if y is x else y
@@ -127,7 +153,7 @@ def _amax(
     r, fe = trusted(rotation, signs, matrix), front.trusted(front_end, factor, shift)
     checks.check_input(x, None, r)
     checks.check_front_end(x, fe)
-    plan = tell(plan_amax(r, target_of(x.device), backend, k=x.shape[-1], front_end=fe.kind))
+    plan = _plan(plan_amax, _bare(r), device=x.device, backend=backend, k=x.shape[-1], front_end=fe.kind)
     if plan.kernel == "reference" or x.numel() == 0:
         return reference.amax(x, r, fe)
     if plan.kernel == "amax_fast":
@@ -152,7 +178,7 @@ def _(x, rotation, signs, matrix, backend, front_end="none", factor=None, shift=
 @_op("global_scale(Tensor amax) -> Tensor")
 def _global_scale(amax: Tensor) -> Tensor:
     # an op of its own, because a compiler that saw its divisions would replace them by faster, wrong ones
-    if plan_amax(NONE, target_of(amax.device)).kernel == "amax_fast":
+    if _plan(plan_amax, NONE, device=amax.device, backend="auto").kernel == "amax_fast":
         from hadaquant.kernels.amax_fast import global_scale
 
         return global_scale(amax)  # one launch in place of seven
@@ -197,7 +223,9 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     r, fe = trusted(rotation, signs, matrix), front.trusted(front_end, factor, shift)
     f = _checked(x, format, r, global_scale, scale_layout, fe)
-    plan = tell(plan_quantize(f, r, target_of(x.device), backend, dtype=x.dtype, k=x.shape[-1], front_end=fe.kind))
+    plan = _plan(
+        plan_quantize, f, _bare(r), device=x.device, backend=backend, dtype=x.dtype, k=x.shape[-1], front_end=fe.kind
+    )
     if plan.kernel == "reference" or x.numel() == 0:
         return reference.quantize(x, f, r, global_scale, scale_layout, fe)
     from hadaquant.kernels.quantize import quantize
@@ -293,7 +321,7 @@ def _scaled_mm(
         return torch.empty((*lead, w_codes.shape[0]), dtype=out_dtype, device=x_codes.device)
     s2 = x_scales.reshape(-1) if f.block is None else x_scales.reshape(x2.shape[0], -1)
     m, n, k = x2.shape[0], w_codes.shape[0], f.k_of(x2.shape[1])
-    plan = tell(plan_scaled_mm(f, target_of(x_codes.device), backend, m=m, n=n, k=k, out_dtype=out_dtype))
+    plan = _plan(plan_scaled_mm, f, device=x_codes.device, backend=backend, m=m, n=n, k=k, out_dtype=out_dtype)
     operands = (x2, s2, x_global, *w, f, bias, out_dtype)
     if plan.kernel == "reference":
         return reference.scaled_mm(*operands).view(*lead, n)
