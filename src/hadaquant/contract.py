@@ -12,12 +12,26 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from hadaquant.errors import LayerError
+from hadaquant.errors import LayerError, UnknownChoice
 from hadaquant.formats import FORMATS, Format, get_format
 from hadaquant.rotation import Rotation
 
 #: Version of the contract's own fields. A reader refuses a newer one.
 CONTRACT_VERSION = 1
+
+#: What becomes of a layer's rotated inputs: ``coded`` in the weight's format, or ``full``, rounded to bfloat16.
+ACTIVATIONS = ("coded", "full")
+
+
+def check_activations(activations: str) -> str:
+    """The choice, if it is one.
+
+    Raises:
+        UnknownChoice: it is none of ``ACTIVATIONS``.
+    """
+    if activations not in ACTIVATIONS:
+        raise UnknownChoice(what="activations", value=activations, choices=", ".join(ACTIVATIONS))
+    return activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +39,8 @@ class Contract:
     """One layer's contract.
 
     ``rotation`` is a spec such as ``regular:256``; ``signs`` says that a [group] tensor of signs
-    belongs to it (a ``matrix`` always has its tensor).
+    belongs to it (a ``matrix`` always has its tensor). ``activations`` is one of :data:`ACTIVATIONS`; only
+    ``full`` is written, so that what has been stored without it still is, byte for byte, what is written now.
     """
 
     format: str
@@ -33,10 +48,11 @@ class Contract:
     rotation: str
     signs: bool
     shape: tuple[int, int]
+    activations: str = "coded"
     version: int = CONTRACT_VERSION
 
     @classmethod
-    def of(cls, format: Format, rotation: Rotation, shape: tuple[int, int]) -> Contract:
+    def of(cls, format: Format, rotation: Rotation, shape: tuple[int, int], activations: str = "coded") -> Contract:
         """The contract of a weight [N, K] in a format and rotation."""
         return cls(
             format=format.name,
@@ -44,6 +60,7 @@ class Contract:
             rotation=rotation.spec,
             signs=rotation.signs is not None,
             shape=shape,
+            activations=activations,
         )
 
     @classmethod
@@ -62,10 +79,10 @@ class Contract:
                 rule=f"its contract has version {version}, this library reads {CONTRACT_VERSION}",
                 fix="upgrade hadaquant",
             )
-        if set(found) != names:
+        if set(found) | {"activations"} != names:
             raise LayerError(
                 layer=layer,
-                rule=f"its contract has fields {sorted(found)}, not {sorted(names)}",
+                rule=f"its contract has fields {sorted(found)}, not {sorted(names - {'activations'})}",
                 fix="the file is damaged or of another version; write it again",
             )
         contract = cls(**{**found, "shape": tuple(found["shape"])})
@@ -73,6 +90,12 @@ class Contract:
             raise LayerError(
                 layer=layer,
                 rule=f"its format {contract.format!r} is unknown here (known: {', '.join(sorted(FORMATS))})",
+                fix="upgrade hadaquant",
+            )
+        if contract.activations not in ACTIVATIONS:
+            raise LayerError(
+                layer=layer,
+                rule=f"its activations {contract.activations!r} are unknown here (known: {', '.join(ACTIVATIONS)})",
                 fix="upgrade hadaquant",
             )
         known = get_format(contract.format).version
@@ -86,7 +109,10 @@ class Contract:
 
     def to_dict(self) -> dict[str, object]:
         """Fields for JSON."""
-        return {**asdict(self), "shape": list(self.shape)}
+        fields = {**asdict(self), "shape": list(self.shape)}
+        if self.activations == "coded":
+            del fields["activations"]
+        return fields
 
     def to_tensor(self) -> Tensor:
         """uint8 JSON, the same bytes for equal contracts."""
@@ -112,7 +138,7 @@ class Contract:
         Raises:
             LayerError: naming the layer and each differing field.
         """
-        mine, theirs = self.to_dict(), stored.to_dict()
+        mine, theirs = ({**c.to_dict(), "activations": c.activations} for c in (self, stored))
         differing = [f"{k}: stored {theirs[k]!r}, expected {mine[k]!r}" for k in mine if mine[k] != theirs[k]]
         if differing:
             raise LayerError(layer=layer, rule="; ".join(differing), fix="convert with the stored format and rotation")

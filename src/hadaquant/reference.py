@@ -194,6 +194,15 @@ def _blocks(y: Tensor, format: Format) -> Tensor:
     return y.view(y.shape[0], -1, format.block) if format.block else y
 
 
+def rotate_round(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
+    """bfloat16 [..., K] of x · R after its front end: float32 throughout, rounded once, to nearest, ties to even."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=torch.bfloat16, device=x.device)
+    for part in _row_chunks(*rows.shape):
+        out[part] = rotate(_front_rows(rows, front_end, part), rotation)
+    return out.view(x.shape)
+
+
 def dequantize(
     codes: Tensor,
     scales: Tensor,
@@ -251,6 +260,32 @@ def scaled_mm(
         y = x @ w.T
         if x_global is not None and w_global is not None:
             y *= x_global * w_global
+    if bias is not None:
+        y += bias.to(torch.float32)
+    return y.to(out_dtype)
+
+
+def weight_mm(
+    x: Tensor,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    w_global: Tensor | None,
+    format: Format,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x · Wᵀ + bias of bfloat16 x [M, K] that is not coded and a quantized matrix [N, K], scales linear: [M, N].
+
+    What stands for a weight in the product, code · block scale, or the code where a row has one scale, is exact in
+    bfloat16. Products are summed in float32 in any order; then one multiply by the global scale or by the row's
+    scale, then the bias, each rounded to float32, then the rounding to ``out_dtype``.
+    """
+    if format.block is None:
+        y = (x.to(torch.float32) @ w_codes.to(torch.float32).T).mul_(w_scales[None, :])
+    else:
+        y = x.to(torch.float32) @ _scaled_codes(w_codes, w_scales, format).T
+        if w_global is not None:
+            y *= w_global
     if bias is not None:
         y += bias.to(torch.float32)
     return y.to(out_dtype)

@@ -14,7 +14,7 @@ from hadaquant.front import NONE, FrontEnd
 from hadaquant.kernels.front import as_rows, open_rows, row_arguments
 from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
-from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, widen
+from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, narrow, widen
 from hadaquant.kernels.quantize import MATRIX_TILE, TILE, walk_config
 from hadaquant.kernels.runtime import OPTIONS, given, on
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
@@ -36,6 +36,7 @@ def rotate_kernel(
     unit = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
     y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, INVERSE, FRONT)
+    y = narrow(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + (unit * UNIT)[:, None] + tl.arange(0, UNIT)[None, :], y, mask=valid)
 
 
@@ -97,6 +98,7 @@ def front_kernel(
         valid = (row < M)[:, None] & (k + column < K)[None, :]
         y = load_rotated(x_ptr, rows, k, valid, signs_ptr, matrix_ptr, ROWS, WIDTH, ROTATION, False, FRONT)
         if WRITE:
+            y = narrow(y, y_ptr.dtype.element_ty)
             tl.store(y_ptr + (row * K)[:, None] + (k + column)[None, :], y, mask=valid)
         else:
             amax = tl.maximum(amax, tl.max(_finite_bits(y), axis=1))
@@ -124,7 +126,7 @@ def rotate_by_any_matrix_kernel(
             b = tl.load(matrix_ptr + part[:, None] * group + column[None, :], mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     mask = (row < groups)[:, None] & (column < group)[None, :]
-    tl.store(y_ptr + row[:, None] * group + column[None, :], acc, mask=mask)
+    tl.store(y_ptr + row[:, None] * group + column[None, :], narrow(acc, y_ptr.dtype.element_ty), mask=mask)
 
 
 def unit_config(rotation: Rotation) -> dict[str, Any]:
@@ -133,10 +135,10 @@ def unit_config(rotation: Rotation) -> dict[str, Any]:
     return {"ROWS": rows, "UNIT": rotation.group, "ROTATION": constants(rotation), "FRONT": front_constants(NONE)}
 
 
-def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
-    """float32 x · R or x · Rᵀ: the bytes of ``reference.rotate``, but for a matrix's order of sums."""
+def rotate(x: Tensor, rotation: Rotation, inverse: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x · R or x · Rᵀ, rounded to ``dtype``: the bytes of ``reference.rotate``, but for a matrix's order of sums."""
     x = x.contiguous()
-    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     units = x.numel() // rotation.group
     with on(x.device):
         if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
@@ -150,6 +152,17 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
         config = unit_config(rotation)
         grid = (triton.cdiv(units, config["ROWS"]),)
         rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, **config, **OPTIONS)
+    return y
+
+
+def rotate_round(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
+    """bfloat16 x · R after its front end: the bytes of ``reference.rotate_round``, as far as :func:`rotate`'s are."""
+    if front_end is NONE:
+        return rotate(x, rotation, False, torch.bfloat16)
+    if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
+        return rotate(front(x, front_end), rotation, False, torch.bfloat16)
+    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    _launch_front(as_rows(x), y, x.new_empty(1, dtype=torch.int32), rotation, front_end, True)
     return y
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from hadaquant.errors import DtypeError, MismatchError
 from hadaquant.formats import Format, get_format
 from hadaquant.front import FrontEnd, given
+from hadaquant.ops import weight_only as _weight_only  # noqa: F401 - defines its ops
 from hadaquant.ops.checks import check_front_end, check_global_number, check_input
 from hadaquant.ops.library import op
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.plan import LinearPlan, Plan, explain
 from hadaquant.ops.target import Target
-from hadaquant.ops import weight_only as _weight_only  # noqa: F401 - defines its ops
 from hadaquant.rotation import Rotation, parse
 from hadaquant.tensor import QuantizedTensor
 

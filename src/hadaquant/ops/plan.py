@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from hadaquant.contract import check_activations
 from hadaquant.errors import BackendError, ShapeError
 from hadaquant.formats import Format, get_format
 from hadaquant.ops.candidates import Candidate, product_candidates
 from hadaquant.ops.options import resolve_backend, without_products
 from hadaquant.ops.target import TARGETS, Target, get_target
+from hadaquant.ops.weight_candidates import weight_candidates
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation, parse
 
 log = logging.getLogger("hadaquant")
@@ -47,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """The two plans of a rotated linear: quantize the input, multiply."""
+    """The two plans of a rotated linear: quantize the input, or rotate it where it stays full; multiply."""
 
     quantize: Plan
     scaled_mm: Plan
@@ -235,6 +237,21 @@ def plan_scaled_mm(
     return _choose("scaled_mm", format.name, target, resolve_backend(backend), candidates)
 
 
+def plan_weight_mm(
+    format: Format,
+    target: Target,
+    backend: str = "auto",
+    *,
+    m: int = 4096,
+    n: int = 4096,
+    k: int = 4096,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Plan:
+    """The plan of the matrix product of bfloat16 [M, K] and a quantized [N, K]."""
+    candidates = weight_candidates(format, target, m, n, k, out_dtype)
+    return _choose("weight_mm", format.name, target, resolve_backend(backend), candidates)
+
+
 def explain(
     format: str | Format,
     M: int,
@@ -243,6 +260,7 @@ def explain(
     target: str | Target = "sm_90",
     *,
     rotation: str | Rotation = "none",
+    activations: str = "coded",
     backend: str = "auto",
 ) -> LinearPlan:
     """Which kernels a rotated linear x[M, K] · W[N, K]ᵀ would run on a target, and why.
@@ -260,6 +278,11 @@ def explain(
         raise ShapeError(what="the linear", found=(M, N, K), expected="M, N, K ≥ 1, whole", fix="give M N K")
     check_product(format, M, N, K)
     rotation.check_k(K)
+    if check_activations(activations) == "full":
+        return LinearPlan(
+            quantize=plan_rotate(rotation, target, backend),
+            scaled_mm=plan_weight_mm(format, target, backend, m=M, n=N, k=K),
+        )
     return LinearPlan(
         quantize=plan_quantize(format, rotation, target, backend, k=K),
         scaled_mm=plan_scaled_mm(format, target, backend, m=M, n=N, k=K),

@@ -1,0 +1,69 @@
+"""The kernels that can multiply 16-bit activations by quantized weights, and what speaks for and against each."""
+
+from __future__ import annotations
+
+import torch
+
+from hadaquant.formats import Format
+from hadaquant.ops.candidates import Candidate, hopper_tile
+from hadaquant.ops.options import PRODUCTS
+from hadaquant.ops.target import Target
+
+#: Most rows for weights decoded in the registers of the matrix units that multiply them.
+FEW_ROWS = 64
+#: Compiled and tested as far as that goes without a GPU; a plan may take such a kernel once it has run on one.
+UNRUN = "it has not run on a GPU yet"
+
+
+def weight_candidates(
+    format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype
+) -> list[Candidate]:
+    """Candidates for bfloat16 [M, K] · quantized [N, K]ᵀ, best first."""
+    nvidia = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
+    packed = nvidia
+    if not packed and format.block is None:
+        packed = f"it decodes packed four-bit codes, not {format}"
+    elif not packed and k % 32:
+        packed = f"it reads 32 codes at a time, K={k} is no multiple of them"
+    hopper = packed
+    if target.name != "sm_90":
+        hopper = "it is written for the warpgroup instructions of sm_90"
+    elif not packed and n % 8:
+        hopper = f"TMA needs N % 8 == 0, not N={n}"
+    elif not packed and out_dtype not in (torch.bfloat16, torch.float16):
+        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
+    copied = None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
+    few = f"M={m} is above {FEW_ROWS}" if m > FEW_ROWS else None
+    return [
+        Candidate(
+            kernel="weight_few_rows",
+            why="packed weights decoded in the registers of the bfloat16 matrix units, each read once",
+            refusal=packed or few or UNRUN,
+            tile=few_rows_tile(m, n, target),
+        ),
+        Candidate(
+            kernel="weight_mm_hopper",
+            why="weights decoded in the registers of the warpgroup matrix units, fed by TMA",
+            refusal=hopper or UNRUN,
+            tile=hopper_tile(m, n, target),
+        ),
+        Candidate(
+            kernel="weight_unpacked",
+            why="weights copied to bfloat16 (exact), multiplied by torch into float32, then one pass of scales",
+            refusal=copied or UNRUN,
+            unasked=None if m > FEW_ROWS else f"a copy of the weights in each call costs more than M={m} rows",
+        ),
+        Candidate(kernel="weight_mm", why="tiles of weights decoded to bfloat16 (exact), multiplied into float32"),
+        *(
+            Candidate(kernel=f"int8_{b}", why="", backend=b, refusal="it multiplies codes, not 16-bit activations")
+            for b in PRODUCTS
+        ),
+    ]
+
+
+def few_rows_tile(m: int, n: int, target: Target) -> tuple[int, int]:
+    """Rows of x and of the weight in a tile: narrow tiles while they all run at once."""
+    narrow = -(-n // 16) <= 2 * target.multiprocessors
+    if m <= 16:
+        return (16, 16) if narrow else (16, 32)
+    return (32, 16) if m <= 32 else (64, 16)

@@ -1,0 +1,98 @@
+"""The two ops of a linear whose activations stay full: rotated and rounded to bfloat16, times a quantized weight.
+
+| op | in | out |
+|---|---|---|
+| rotate_round | x [..., K] | bfloat16 [..., K] |
+| weight_mm | bfloat16 [..., K], a quantized matrix [N, K] | [..., N] |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hadaquant import front, reference
+from hadaquant.errors import DtypeError, ShapeError
+from hadaquant.formats import Format, get_format
+from hadaquant.ops import checks
+from hadaquant.ops.library import _FRONT, _ROTATION, _bare, _fake, _op, _plan
+from hadaquant.ops.plan import plan_rotate, plan_weight_mm
+from hadaquant.rotation import trusted
+
+
+@_op(f"rotate_round(Tensor x, {_ROTATION}, str backend, {_FRONT}) -> Tensor")
+def _rotate_round(
+    x: Tensor,
+    rotation: str,
+    signs: Tensor | None,
+    matrix: Tensor | None,
+    backend: str,
+    front_end: str = "none",
+    factor: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    r, fe = trusted(rotation, signs, matrix), front.trusted(front_end, factor, shift)
+    checks.check_input(x, None, r)
+    checks.check_front_end(x, fe)
+    plan = _plan(plan_rotate, _bare(r), device=x.device, backend=backend)
+    if plan.kernel == "reference" or x.numel() == 0:
+        return reference.rotate_round(x, r, fe)
+    from hadaquant.kernels.rotate import rotate_round
+
+    return rotate_round(x, r, fe)
+
+
+@_fake("rotate_round")
+def _(x, rotation, signs, matrix, backend, front_end="none", factor=None, shift=None):
+    checks.check_input(x, None, trusted(rotation, signs, matrix))
+    checks.check_front_end(x, front.trusted(front_end, factor, shift))
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+
+def _check(x: Tensor, w: tuple[Tensor, Tensor, Tensor | None], bias: Tensor | None, f: Format) -> None:
+    if x.dtype != torch.bfloat16:
+        raise DtypeError(what="x", found=x.dtype, expected=torch.bfloat16, fix="use rotate_round")
+    if w[0].dim() != 2:
+        raise ShapeError(what="w codes", found=tuple(w[0].shape), expected="[N, K]", fix="give a matrix")
+    k, n = checks.check_codes("w", *w, f), w[0].shape[0]
+    f.check_k(k)
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ShapeError(what="x", found=tuple(x.shape), expected=f"[..., {k}]", fix="multiply matrices of one K")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ShapeError(what="bias", found=tuple(bias.shape), expected=(n,), fix="one number an output")
+
+
+@_op(
+    "weight_mm(Tensor x, Tensor w_codes, Tensor w_scales, Tensor? w_global, Tensor? bias, str format,"
+    " ScalarType out_dtype, str backend) -> Tensor"
+)
+def _weight_mm(
+    x: Tensor,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    w_global: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    f = get_format(format)
+    _check(x, (w_codes, w_scales, w_global), bias, f)
+    lead, n = x.shape[:-1], w_codes.shape[0]
+    x2 = x.reshape(-1, x.shape[-1])
+    m, k = x2.shape
+    if m == 0 or n == 0:
+        return torch.empty((*lead, n), dtype=out_dtype, device=x.device)
+    plan = _plan(plan_weight_mm, f, device=x.device, backend=backend, m=m, n=n, k=k, out_dtype=out_dtype)
+    operands = (x2, w_codes, w_scales, w_global, f, bias, out_dtype)
+    if plan.kernel == "reference":
+        return reference.weight_mm(*operands[:4], f, bias, out_dtype).view(*lead, n)
+    from hadaquant.kernels.weight_only import weight_mm
+
+    return weight_mm(*operands, kernel=plan.kernel, tile=plan.tile).view(*lead, n)
+
+
+@_fake("weight_mm")
+def _(x, w_codes, w_scales, w_global, bias, format, out_dtype, backend):
+    _check(x, (w_codes, w_scales, w_global), bias, get_format(format))
+    return x.new_empty((*x.shape[:-1], w_codes.shape[0]), dtype=out_dtype)
