@@ -5,8 +5,11 @@
 QUANTIZED is what ``hadaquant quantize`` wrote, its rotation and format as they are. Both runs compute in float32, so
 that the linears' inputs differ between the devices only by the order of sums in attention and norms. Reported: how
 many tokens agree, how far the logits are apart while the contexts agree, and at the first token that differs the
-margin between the two candidates. With ``--source``, the unquantized folder, the speed of both at batch 1: a whole step
-(embedding to argmax) as one CUDA graph, in bfloat16. Appends to results/model.jsonl.
+margin between the two candidates. Each linear is also given what it reads on the CPU: its coded input has to be the
+same bytes, an INT8 output the same bits, an FP4 output within the bound of products: an error against the float64
+product of at most twice torch's float32 one, and a float32 rounding. With ``--source``, the unquantized folder, the
+speed of both at batch 1: a whole step (embedding to argmax) as one CUDA graph, in bfloat16. Appends to
+results/model.jsonl.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,6 +69,38 @@ def compare(prompt: str, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tenso
     if same < len(a):
         first, other = (logits_a[same, t].item() for t in (a[same], b[same]))
         row["first_difference"] = {"at": same, "cpu": int(a[same]), "gpu": int(b[same]), "margin": first - other}
+    return row
+
+
+def linears(cpu: PreTrainedModel, gpu: PreTrainedModel, ids: Tensor) -> dict[str, object]:
+    """Every linear of the GPU's model on what the CPU's reads for one prompt."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _, arguments: inputs.update({name: arguments[0].detach()})
+
+    ours = {name: m for name, m in cpu.named_modules() if isinstance(m, hq.RotatedLinear)}
+    hooks = [m.register_forward_pre_hook(keep(name)) for name, m in ours.items()]
+    cpu(ids)
+    for hook in hooks:
+        hook.remove()
+    row: dict[str, object] = {"layers": len(ours), "differing_inputs": 0, "differing_outputs": 0, "share_of_bound": 0.0}
+    for name, layer in ours.items():
+        there, x = gpu.get_submodule(name), inputs[name]
+        coded = [hq.quantize(t, layer.format, rotation=layer.rotation) for t in (x, x.to(there.codes.device))]
+        row["differing_inputs"] += sum(  # pyright: ignore[reportOperatorIssue]
+            int((a != b.cpu()).sum())
+            for a, b in zip(*((q.codes, q.scales.view(torch.uint8)) for q in coded), strict=True)
+        )
+        y, here = there(x.to(there.codes.device)).cpu(), layer(x)
+        row["differing_outputs"] += int((y != here).sum())  # pyright: ignore[reportOperatorIssue]
+        values, weight = coded[0].dequantize(), layer.dequantized_weight()
+        exact, torchs = values.double() @ weight.double().T, values @ weight.T
+        if layer.bias is not None:
+            exact, torchs = exact + layer.bias.double(), torchs + layer.bias
+        error, allowed = ((t.double() - exact).norm().item() for t in (y, torchs))
+        share = error / (2 * allowed + 2.0**-22 * exact.norm().item())
+        row["share_of_bound"] = max(row["share_of_bound"], share)  # pyright: ignore[reportArgumentType]
     return row
 
 
@@ -123,6 +159,9 @@ def main() -> None:
             row = {"what": "greedy", **what, **compare(prompt, here, there)}
             print(json.dumps(row), f"{time.perf_counter() - start:.1f} s", flush=True)
             rows.append(row)
+        ids = torch.tensor([tokenizer.encode(PROMPTS[0]).ids])
+        rows.append({"what": "linears", **what, **linears(cpu, gpu, ids)})
+        print(json.dumps(rows[-1]), flush=True)
         if options.source is not None:
             plain = AutoModelForCausalLM.from_pretrained(options.source, dtype=torch.bfloat16).to(device).eval()
             name, ours = layer.format.name, gpu.to(torch.bfloat16)
