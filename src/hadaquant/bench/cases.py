@@ -104,6 +104,10 @@ SUITES: dict[str, tuple[Case, ...]] = {
                 ("mxfp4-even", "sylvester:32"),
             )
         ),
+        *(
+            Case(op="front_end", shape=(16384, 3072), format="nvfp4", rotation="sylvester:16", front_end=kind)
+            for kind in ("rms_norm", "ada_norm")
+        ),
         *_each("linear", FP4_ROWS, format="nvfp4", rotation="sylvester:16"),
         *_each("linear", FP4_ROWS, format="mxfp4", rotation="sylvester:32"),
     ),

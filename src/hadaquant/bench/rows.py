@@ -105,9 +105,10 @@ def front_end(case: Case, device: torch.device) -> Contest:
         (torch.randn(m, k, device=device, dtype=torch.bfloat16), tensors()) for _ in range(buffers(device, nbytes))
     ]
     make = getattr(front, kind)
+    g = quantize(inputs[0][0], f, rotation=r, front_end=make(*inputs[0][1])).global_scale
 
     def fused(x: Tensor, given: tuple[Tensor, ...], **options: Any) -> QuantizedTensor:
-        return quantize(x, f, rotation=r, front_end=make(*given), **options)
+        return quantize(x, f, rotation=r, front_end=make(*given), global_scale=g, **options)
 
     def ours() -> Variant:
         def check() -> str | None:
@@ -120,11 +121,14 @@ def front_end(case: Case, device: torch.device) -> Contest:
         return Variant([partial(fused, x, given) for x, given in inputs], check)
 
     def two_steps(step: Callable[..., Tensor]) -> Variant:
-        return Variant([partial(lambda x, given: quantize(step(kind, x, given), f, rotation=r), *i) for i in inputs])
+        def both(x: Tensor, given: tuple[Tensor, ...]) -> QuantizedTensor:
+            return quantize(step(kind, x, given), f, rotation=r, global_scale=g)
+
+        return Variant([partial(both, *i) for i in inputs])
 
     def compiled() -> Variant:
         matrix = None if r.kind == "none" else r.dense().to(device, torch.bfloat16)
-        whole = unfused.compiled(lambda x, given: unfused.quantize(unfused.front_end(kind, x, given), matrix, f, None))
+        whole = unfused.compiled(lambda x, given: unfused.quantize(unfused.front_end(kind, x, given), matrix, f, g))
         return Variant([partial(whole, *i) for i in inputs])
 
     variants: dict[str, Callable[[], Variant]] = {"ours": ours, "copy": lambda: copies(device, nbytes)}
