@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hadaquant.contract import check_activations
 from hadaquant.errors import AlreadyQuantized, LayerError
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.linear import RotatedLinear, why_not
@@ -29,6 +30,7 @@ def quantize_(
     skip: str | Sequence[str] = DEFAULT_SKIP,
     filter_fn: FilterFn | None = None,
     *,
+    activations: str = "coded",
     backend: str = "auto",
 ) -> Report:
     """Replace a model's linears by :class:`RotatedLinear`, in place.
@@ -42,6 +44,7 @@ def quantize_(
         skip: name patterns (or one) to leave alone: whole dotted parts such as ``"lm_head"`` or
             ``"layers.*.mlp"``, or ``"re:..."``.
         filter_fn: ``filter_fn(module, name) -> bool``; a linear for which it is False is left alone.
+        activations: ``coded``, in the weights' format too, or ``full``: weights alone are quantized.
         backend: of the new layers.
 
     Raises:
@@ -50,6 +53,7 @@ def quantize_(
         LayerError: there is nothing to quantize.
     """
     f, r = get_format(format), parse(rotation)
+    check_activations(activations)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     linears = linears_of(model)
     check_patterns(skip, [place.name for places in linears.values() for place in places])
@@ -67,7 +71,7 @@ def quantize_(
                 LayerReport(name=places[0].name, shape=shape, reason=reason, bytes_before=nbytes, bytes_after=nbytes)
             )
             continue
-        layer = RotatedLinear.from_linear(linear, f, fitted, backend=backend)
+        layer = RotatedLinear.from_linear(linear, f, fitted, activations=activations, backend=backend)
         for place in places:
             setattr(place.parent, place.child, layer)
         report.layers.append(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
 
-from hadaquant.contract import Contract
-from hadaquant.errors import FrontEndError, LayerError, MismatchError, ShapeError
+from hadaquant.contract import Contract, check_activations
+from hadaquant.errors import FrontEndError, GlobalScaleError, LayerError, MismatchError, ShapeError
 from hadaquant.formats import Format, get_format
 from hadaquant.front import NONE, FrontEnd, given
+from hadaquant.nn.lazy_weight import LazyWeight
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
 from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
@@ -26,18 +26,19 @@ from hadaquant.tensor import QuantizedTensor
 
 
 class RotatedLinear(nn.Module):
-    """y = x · Wᵀ + bias with W·R quantized offline and x·R quantized in each call.
+    """y = x · Wᵀ + bias with W·R quantized offline and x·R quantized, or rounded to 16 bits, in each call.
 
     Parameters without grad, so that whatever moves parameters moves them: ``codes``, ``scales``,
     ``global_scale`` (nvfp4), ``input_global_scale`` (nvfp4, when static), ``signs`` or ``matrix`` of
     the rotation, ``bias``. A dtype cast reaches the bias alone. The buffer ``contract`` says what the
-    codes mean; loading a state_dict of another format, rotation or shape is refused.
+    codes mean; loading a state_dict of another format, rotation, shape or kind of activations is refused.
 
     Args:
         in_features, out_features: K and N.
         format, rotation: as in :func:`hadaquant.quantize`.
         bias: whether there is one.
         input_global_scale: static nvfp4 multiplier of the inputs; None computes it in each call.
+        activations: ``coded`` in the weight's format, or ``full``: rotated and rounded to bfloat16.
         backend: one of ``hadaquant.ops.options.BACKENDS``.
         device, dtype: of the empty parameters; ``dtype`` is the bias's and the nominal weight's.
     """
@@ -61,6 +62,7 @@ class RotatedLinear(nn.Module):
         *,
         bias: bool = True,
         input_global_scale: float | None = None,
+        activations: str = "coded",
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -68,7 +70,7 @@ class RotatedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.format, r = get_format(format), parse(rotation)
-        self.rotation_spec = r.spec
+        self.rotation_spec, self.activations = r.spec, check_activations(activations)
         self.backend = check_backend(backend)
         self.input_group: InputGroup | None = None
         self.input_member = 0
@@ -90,6 +92,9 @@ class RotatedLinear(nn.Module):
         self.register_parameter("matrix", fixed(r.matrix))
         static = None
         if input_global_scale is not None:
+            if activations == "full":
+                fix = "leave input_global_scale out"
+                raise GlobalScaleError(value=input_global_scale, rule="full activations are not scaled", fix=fix)
             check_global_number(input_global_scale)
             static = torch.tensor(input_global_scale, dtype=torch.float32, device=device)
             check_global_scale(f, static)
@@ -98,7 +103,7 @@ class RotatedLinear(nn.Module):
         self.register_parameter("bias", empty((out_features,), nominal.dtype) if bias else None)
         # follows .half() and .to(device), so that the layer knows the dtype its weight would have
         self.register_buffer("nominal", nominal, persistent=False)
-        self.register_buffer("contract", Contract.of(f, r, shape).to_tensor().to(nominal.device))
+        self.register_buffer("contract", Contract.of(f, r, shape, activations).to_tensor().to(nominal.device))
 
     @classmethod
     def from_linear(
@@ -108,6 +113,7 @@ class RotatedLinear(nn.Module):
         rotation: str | Rotation = "none",
         *,
         input_global_scale: float | None = None,
+        activations: str = "coded",
         backend: str = "auto",
     ) -> RotatedLinear:
         """A RotatedLinear of a linear's weight and bias. The linear is left as it is.
@@ -127,6 +133,7 @@ class RotatedLinear(nn.Module):
             rotation,
             bias=linear.bias is not None,
             input_global_scale=input_global_scale,
+            activations=activations,
             backend=backend,
             device=weight.device,
             dtype=weight.dtype,
@@ -195,7 +202,7 @@ class RotatedLinear(nn.Module):
         Shape, dtype and device cost nothing, which is all that most code asks of a weight; any
         operation on it dequantizes. It cannot be written: see :meth:`set_weight`.
         """
-        return _LazyWeight(self)
+        return LazyWeight(self)
 
     @property
     def rotation(self) -> Rotation:
@@ -234,7 +241,8 @@ class RotatedLinear(nn.Module):
         return self._product(x, fe, dtype)
 
     def _product(self, x: Tensor, front_end: FrontEnd, dtype: torch.dtype) -> Tensor:
-        if front_end is NONE and self.input_group is None and self.format.block is None and unwatched(x):
+        full = self.activations == "full"
+        if front_end is NONE and self.input_group is None and self.format.block is None and not full and unwatched(x):
             y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
             if y is not None:
                 return y
@@ -242,22 +250,17 @@ class RotatedLinear(nn.Module):
             codes, scales, g = self._quantize_input(x, front_end)
         else:
             codes, scales, g = self.input_group.quantize(self.input_member, x, front_end, self._quantize_input)
-        return op("scaled_mm", codes)(
-            codes,
-            scales,
-            g,
-            self.codes,
-            self.scales,
-            self.global_scale,
-            self.bias,
-            self.format.name,
-            dtype,
-            self.backend,
-        )
+        w = (self.codes, self.scales, self.global_scale)
+        how = (self.bias, self.format.name, dtype, self.backend)
+        if scales is None:
+            return op("weight_mm", codes)(codes, *w, *how)
+        return op("scaled_mm", codes)(codes, scales, g, *w, *how)
 
     def _quantize_input(self, x: Tensor, front_end: FrontEnd) -> Quantized:
         rotation = (self.rotation_spec, self.signs, self.matrix)
         front = (front_end.spec, front_end.factor, front_end.shift)
+        if self.activations == "full":
+            return op("rotate_round", x)(x, *rotation, self.backend, *front), None, None
         g = self.input_global_scale
         if g is None and self.format.has_global_scale:
             g = op("global_scale", x)(op("amax", x)(x, *rotation, self.backend, *front))
@@ -267,7 +270,8 @@ class RotatedLinear(nn.Module):
     def explain(self, M: int = 1) -> LinearPlan:
         """Which kernels run for an input of M rows on this layer's device, and why."""
         n, k, target = self.out_features, self.in_features, target_of(self.codes.device)
-        return explain(self.format, M, n, k, target, rotation=self.rotation, backend=self.backend)
+        how = {"activations": self.activations, "backend": self.backend}
+        return explain(self.format, M, n, k, target, rotation=self.rotation, **how)
 
     # ---- nn.Module ------------------------------------------------------------------------------
 
@@ -304,7 +308,7 @@ class RotatedLinear(nn.Module):
             key: state_dict[prefix + key] for key in (*self._parameters, "contract") if prefix + key in state_dict
         }
         if "contract" in stored:
-            mine = Contract.of(self.format, self.rotation, (self.out_features, self.in_features))
+            mine = Contract.of(self.format, self.rotation, (self.out_features, self.in_features), self.activations)
             mine.check_same(Contract.from_tensor(stored["contract"], name), name)
         elif "codes" in stored:
             rule = "its codes come without the contract that says what they mean"
@@ -323,6 +327,7 @@ class RotatedLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
             f"format={self.format}, rotation={self.rotation}"
+            + (", activations=full" if self.activations == "full" else "")
         )
 
 
@@ -342,36 +347,6 @@ class _StraightThrough(torch.autograd.Function):
         x = (gradient @ ctx.layer.dequantized_weight()).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         bias = gradient.flatten(0, -2).sum(0).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return x, bias, None, None, None
-
-
-class _LazyWeight(Tensor):
-    """A weight that is dequantized by the first operation on it."""
-
-    layer: RotatedLinear
-
-    @staticmethod
-    def __new__(cls, layer: RotatedLinear) -> _LazyWeight:
-        shape = (layer.out_features, layer.in_features)
-        weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.nominal.dtype, device=layer.codes.device)
-        weight.layer = layer
-        return weight
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"dequantized weight of {self.layer}"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def materialize(t: Any) -> Any:
-            return t.layer.dequantized_weight().to(t.dtype) if isinstance(t, cls) else t
-
-        schema = func._schema.arguments
-        given = dict(zip((argument.name for argument in schema), args, strict=False)) | (kwargs or {})
-        for argument in schema:
-            value = given.get(argument.name)
-            if argument.is_write and isinstance(value, cls):
-                rule = "its weight is computed from codes and cannot be changed in place"
-                raise LayerError(layer=str(value.layer), rule=rule, fix="use set_weight")
-        return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
 
 
 def why_not(module: nn.Module) -> str | None:

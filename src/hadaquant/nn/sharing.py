@@ -21,7 +21,8 @@ from hadaquant.front import FrontEnd
 if TYPE_CHECKING:
     from hadaquant.nn.linear import RotatedLinear
 
-Quantized = tuple[Tensor, Tensor, "Tensor | None"]
+#: Codes, scales and global scale of an input; or what it was rotated to, alone, where it stays full.
+Quantized = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
 class _Slot:
@@ -98,7 +99,7 @@ def share_input(layers: Iterable[RotatedLinear]) -> InputGroup:
             rule=f"it holds {', '.join(plain)}, which quantize no input",
             fix="share among RotatedLinear layers only",
         )
-    keys = {(m.format.name, str(m.rotation), m.in_features, m.backend) for m in layers}
+    keys = {(m.format.name, str(m.rotation), m.in_features, m.activations, m.backend) for m in layers}
     same = all(m.rotation == layers[0].rotation for m in layers)
     static = {None if m.input_global_scale is None else m.input_global_scale.item() for m in layers}
     if len(layers) < 2 or len(keys) != 1 or len(static) != 1 or not same:
