@@ -14,6 +14,7 @@ from hadaquant.calibrate.capture import capture
 from hadaquant.calibrate.gptq import Curvature, gptq, output_error
 from hadaquant.calibrate.inputs import InputStatistics
 from hadaquant.calibrate.search import search_scales
+from hadaquant.contract import check_activations
 from hadaquant.errors import LayerError, UnknownChoice
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.convert import FilterFn, Place, decide, linears_of, relative_error
@@ -87,6 +88,7 @@ def calibrate_(
     filter_fn: FilterFn | None = None,
     *,
     choices: Mapping[str, tuple[Format, Rotation]] | None = None,
+    activations: str = "coded",
     backend: str = "auto",
     device: torch.device | str | None = None,
     forward: Forward = causal_lm,
@@ -100,7 +102,7 @@ def calibrate_(
 
     Args:
         model: a causal language model of transformers, or any module that ``forward`` runs.
-        format, rotation, skip, filter_fn, backend: as in :func:`hadaquant.quantize_`.
+        format, rotation, skip, filter_fn, activations, backend: as in :func:`hadaquant.quantize_`.
         batches: what the model is run on, of one shape: see :func:`token_batches`. Not needed for ``rtn``.
         recipe: a :class:`Recipe`, or its method.
         choices: format and rotation of each linear by its name, in place of ``format`` and ``rotation``; linears
@@ -118,6 +120,7 @@ def calibrate_(
         LayerError: no batches, or memory was too small for a layer.
     """
     recipe = Recipe(method=recipe) if isinstance(recipe, str) else recipe
+    check_activations(activations)
     if not batches and recipe.method != "rtn":
         rule = f"there are no batches, which method {recipe.method!r} needs"
         raise LayerError(layer=type(model).__name__, rule=rule, fix="give token_batches of a text, or use quantize_")
@@ -134,7 +137,7 @@ def calibrate_(
     if recipe.method == "rtn":
         steps = iter([dict.fromkeys(jobs)])
     else:
-        use_coded = recipe.coded_inputs and recipe.method != "search"
+        use_coded = recipe.coded_inputs and activations == "coded" and recipe.method != "search"
         steps = capture(
             model,
             batches,
@@ -151,7 +154,7 @@ def calibrate_(
         for step in steps:
             curvatures: dict[int, Curvature] = {}
             for name, inputs in step.items():
-                report.layers.append(_replace(jobs.pop(name), inputs, recipe, curvatures, backend))
+                report.layers.append(_replace(jobs.pop(name), inputs, recipe, curvatures, activations, backend))
                 done += 1
                 if progress is not None:
                     progress(name, done, len(order))
@@ -193,11 +196,16 @@ def _jobs(
 
 
 def _replace(
-    job: _Job, inputs: InputStatistics | None, recipe: Recipe, curvatures: dict[int, Curvature], backend: str
+    job: _Job,
+    inputs: InputStatistics | None,
+    recipe: Recipe,
+    curvatures: dict[int, Curvature],
+    activations: str,
+    backend: str,
 ) -> CalibratedLayer:
     """Put the quantized layer in a linear's place."""
     weight = job.linear.weight.detach()
-    layer = RotatedLinear.from_linear(job.linear, job.format, job.rotation, backend=backend)
+    layer = RotatedLinear.from_linear(job.linear, job.format, job.rotation, activations=activations, backend=backend)
     why = _why_nearest(weight, inputs, recipe)
     notes = [job.note] if job.note else []
     better: dict[str, Any] = {}

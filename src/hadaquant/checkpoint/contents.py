@@ -18,6 +18,7 @@ class LayerContents:
     shape: tuple[int, int]
     format: str
     rotation: str
+    activations: str
     nbytes: int
 
     @property
@@ -67,6 +68,7 @@ def describe(path: str | os.PathLike[str], rotation: str | None = None) -> Conte
             shape=s.contract.shape,
             format=s.contract.format,
             rotation=s.contract.rotation + ("+signs" if s.contract.signs else ""),
+            activations=s.contract.activations,
             nbytes=s.nbytes,
         )
         for name, s in stored.items()

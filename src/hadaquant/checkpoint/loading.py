@@ -154,6 +154,7 @@ def _new_layer(
         rotation,
         bias=module.bias is not None,
         input_global_scale=tensors["input_global_scale"].item() if "input_global_scale" in tensors else None,
+        activations=contract.activations,
         device="meta",
         dtype=dtype or module.weight.dtype,
     )

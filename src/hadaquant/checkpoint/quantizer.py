@@ -22,6 +22,7 @@ from hadaquant.checkpoint.record import METADATA_KEY, Record
 from hadaquant.checkpoint.source import INDEX_SUFFIX, STEM, SUFFIX, Checkpoint, write_json
 from hadaquant.checkpoint.stream import WeightJob
 from hadaquant.checkpoint.unquantized import check_unquantized
+from hadaquant.contract import check_activations
 from hadaquant.errors import CheckpointError, MismatchError, PlanError, UnknownChoice
 from hadaquant.formats import Format, get_format
 from hadaquant.nn.convert import fit
@@ -68,6 +69,7 @@ def quantize_checkpoint(
     rotation: str | Rotation = "none",
     *,
     plan: ModelPlan | None = None,
+    activations: str = "coded",
     skip: Sequence[str] = DEFAULT_SKIP,
     layout: str = "native",
     device: torch.device | str = "cpu",
@@ -83,6 +85,7 @@ def quantize_checkpoint(
         format, rotation: as in :func:`hadaquant.quantize`. A layer whose K the group does not divide
             gets the largest legal group that does, or stays as it is.
         plan: what each layer gets, in place of ``format``, ``rotation`` and ``skip``.
+        activations: ``coded``, or ``full`` where weights alone are to be quantized: the same codes, another contract.
         skip: patterns of layers to keep, as in :func:`hadaquant.quantize_`.
         layout: ``native`` or ``comfy``.
         device: where the arithmetic runs; the bytes are the same.
@@ -99,8 +102,9 @@ def quantize_checkpoint(
         MismatchError: ``codes`` gave a weight of another format, rotation, shape or scale layout.
     """
     given, lay, where = _given(format, rotation, plan), get_layout(layout), _device(device)
+    check_activations(activations)
     for choice in set(given.layers.values()) if isinstance(given, ModelPlan) else (given,):
-        lay.check(*choice)
+        lay.check(*choice, activations)
     checkpoint, out = Checkpoint.open(source), Path(out)
     check_new(out)
     check_unquantized(checkpoint)
@@ -108,6 +112,7 @@ def quantize_checkpoint(
     if isinstance(given, ModelPlan):
         given.check_model(checkpoint)
     jobs, report.linears = _choose(checkpoint, given, skip, report)
+    jobs = {name: replace(job, activations=activations) for name, job in jobs.items()}
     if not jobs:
         reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in report.kept[:8])
         raise CheckpointError(path=source, rule=f"holds no linear to quantize ({reasons})", fix="see the reasons")

@@ -34,6 +34,7 @@ class WeightJob:
     weight: StoredTensor
     format: Format
     rotation: Rotation
+    activations: str = "coded"
     note: str = ""
     quantized: QuantizedTensor | None = None
 
@@ -41,7 +42,7 @@ class WeightJob:
     def contract(self) -> Contract:
         """What the result will be."""
         n, k = self.weight.shape
-        return Contract.of(self.format, self.rotation, (n, k))
+        return Contract.of(self.format, self.rotation, (n, k), self.activations)
 
     def specs(self, layout: Layout) -> dict[str, TensorSpec]:
         """Names, shapes and dtypes of the result in a layout."""

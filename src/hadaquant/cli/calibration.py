@@ -27,6 +27,7 @@ class Calibration:
         method: as in :class:`hadaquant.calibrate.Recipe`.
         windows: of the text, spread over it; fewer if it holds fewer.
         device: where each block is calibrated.
+        activations: what the blocks before one are run with, ``coded`` or ``full``.
         progress: told of each layer that is done.
 
     Raises:
@@ -41,9 +42,11 @@ class Calibration:
         method: str,
         windows: int,
         device: str,
+        activations: str,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.recipe, self.device, self.progress = Recipe(method=method), device, progress
+        self.activations = activations
         self.folder = ModelFolder.open(Path(source))
         ids = read_tokens(text, self.folder.tokenizer(), WINDOW)
         self.batches = token_batches(ids, WINDOW, windows, BATCH)
@@ -76,6 +79,7 @@ class Calibration:
             self.recipe,
             skip=(),
             choices=by_target,
+            activations=self.activations,
             device=self.device,
             progress=self.progress,
         )

@@ -14,10 +14,11 @@ def explain(
     k: int = typer.Argument(help="K, the linear's in_features."),
     target: str = typer.Option("sm_90", help="Hardware: cpu, sm_80 … sm_120, gfx942, gfx950. It need not be here."),
     rotation: str = typer.Option("none", help="none, sylvester:G or regular:G."),
+    activations: str = typer.Option("coded", help="coded, or full where weights alone are quantized."),
     backend: str = typer.Option("auto", help="auto, reference, triton, cublas, bf16 or sgl."),
 ) -> None:
     """Say which kernels a linear would run on a target, and why not the others.
 
     Example: hadaquant explain int8 4096 3072 3072 --target sm_90 --rotation regular:256
     """
-    typer.echo(hq.explain(format, m, n, k, target, rotation=rotation, backend=backend))
+    typer.echo(hq.explain(format, m, n, k, target, rotation=rotation, activations=activations, backend=backend))

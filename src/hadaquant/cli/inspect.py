@@ -25,7 +25,7 @@ def inspect(
             table.add_row(
                 layer.name,
                 " × ".join(map(str, layer.shape)),
-                layer.format,
+                layer.format if layer.activations == "coded" else f"{layer.format}, full activations",
                 layer.rotation,
                 size(layer.nbytes),
                 f"{layer.bits:.2f}",

@@ -45,6 +45,9 @@ def quantize(
         None, metavar="TEXT", help="UTF-8 text that the model is run on. Never one that it is evaluated on."
     ),
     windows: int = typer.Option(64, min=1, help="Windows of 512 tokens of the calibration text."),
+    activations: str = typer.Option(
+        "coded", help="coded, in the weights' format too; or full: 16 bits, weights alone are quantized."
+    ),
     layout: str = typer.Option("native", help="native, or comfy for ComfyUI (int8 with none or regular:G)."),
     device: str = typer.Option("cpu", help="Where the arithmetic runs: cpu or cuda. The bytes are the same."),
     json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Write the report there as JSON too."),
@@ -87,13 +90,14 @@ def quantize(
 
         better = None
         if calibration is not None:
-            better = Calibration(source, calibration, weights, windows, device, calibrated)
+            better = Calibration(source, calibration, weights, windows, device, activations, calibrated)
         report = quantize_checkpoint(
             source,
             out,
             format,
             rotation or "none",
             plan=None if plan is None else ModelPlan.read(plan),
+            activations=activations,
             skip=skip,
             layout=layout,
             device=device,

@@ -90,8 +90,8 @@ class Layout(Protocol):
 
     name: str
 
-    def check(self, format: Format, rotation: Rotation) -> None:
-        """Refuse to write a format or rotation that the layout cannot hold.
+    def check(self, format: Format, rotation: Rotation, activations: str) -> None:
+        """Refuse to write a format, rotation or kind of activations that the layout cannot hold.
 
         Raises:
             CheckpointError.

@@ -35,7 +35,13 @@ FORMAT = "int8_tensorwise"
 class _Comfy:
     name = "comfy"
 
-    def check(self, format: Format, rotation: Rotation) -> None:
+    def check(self, format: Format, rotation: Rotation, activations: str) -> None:
+        if activations == "full":
+            raise CheckpointError(
+                path=f"{format}, full activations",
+                rule="ComfyUI quantizes the inputs of int8_tensorwise layers, and the layout cannot say otherwise",
+                fix="leave activations coded, or choose layout 'native'",
+            )
         if format.name != "int8" or rotation.kind not in ("none", "regular") or rotation.signs is not None:
             raise CheckpointError(
                 path=f"{format}, {rotation}",

@@ -21,7 +21,7 @@ from hadaquant.tensor import QuantizedTensor
 class _HyperFlow:
     name = "hyperflow"
 
-    def check(self, format: Format, rotation: Rotation) -> None:
+    def check(self, format: Format, rotation: Rotation, activations: str) -> None:
         raise CheckpointError(
             path=self.name, rule="this layout is read, not written", fix="write 'comfy': the mathematics is the same"
         )

@@ -28,8 +28,8 @@ _CONTRACT = ".contract"
 class _Native:
     name = "native"
 
-    def check(self, format: Format, rotation: Rotation) -> None:
-        """It holds every format and rotation."""
+    def check(self, format: Format, rotation: Rotation, activations: str) -> None:
+        """It holds everything."""
 
     def rows(self, q: QuantizedTensor) -> dict[str, Tensor]:
         return {"codes": q.codes, "scales": q.scales}
@@ -124,7 +124,9 @@ def _expected(contract: Contract) -> dict[str, tuple[torch.dtype, tuple[int, ...
     g = int(group) if kind == "matrix" else parse(contract.rotation).group
     float32: dict[str, tuple[int, ...]] = {}
     if f.has_global_scale:
-        float32 |= {"global_scale": (), "input_global_scale": ()}
+        float32["global_scale"] = ()
+    if f.has_global_scale and contract.activations == "coded":
+        float32["input_global_scale"] = ()
     if contract.signs:
         float32["signs"] = (g,)
     if kind == "matrix":
