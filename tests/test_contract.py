@@ -26,11 +26,20 @@ def test_signs_are_told():
     assert signed.signs and Contract.from_tensor(signed.to_tensor(), "up") == signed
 
 
+def test_full_activations_are_told_and_coded_ones_are_what_was_written_before():
+    full = Contract.of(get_format("nvfp4"), parse("regular:256"), (48, 512), "full")
+    assert Contract.from_tensor(full.to_tensor(), "up") == full != CONTRACT
+    assert full.to_dict() == {**CONTRACT.to_dict(), "activations": "full"}
+    with pytest.raises(LayerError, match="activations: stored 'full', expected 'coded'"):
+        CONTRACT.check_same(full, "up")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"version": 2}, r"layer 'up': its contract has version 2, this library reads 1; upgrade"),
     ({"version": 2, "block": 8}, r"layer 'up': its contract has version 2"),
     ({"format_version": 2}, r"layer 'up': format 'nvfp4' has version 2, this library reads 1"),
     ({"format": "nvfp5"}, r"layer 'up': its format 'nvfp5' is unknown here \(known: int8"),
+    ({"activations": "int8"}, r"layer 'up': its activations 'int8' are unknown here \(known: coded, full\); upgrade"),
     ({"colour": "red"}, r"layer 'up': its contract has fields .*colour"),
 ])  # fmt: skip
 def test_c4_from_a_future_version(change, message):

@@ -173,3 +173,13 @@ def test_a_killed_run_leaves_nothing(tmp_path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_full_activations(source, tmp_path) -> None:
+    out = tmp_path / "out.safetensors"
+    how = ("--format", "nvfp4", "--rotation", "sylvester:16", "--activations")
+    assert_error(run("quantize", source, out, *how, "half"), "unknown activations 'half'", "coded, full")
+    assert run("quantize", source, out, *how, "full").exit_code == 0
+    assert "nvfp4, full activations" in run("inspect", out).stdout
+    found = run("explain", "nvfp4", 16, 4096, 4096, "--activations", "full")
+    assert found.exit_code == 0 and "weight_mm [nvfp4 on sm_90]" in found.stdout
