@@ -19,7 +19,7 @@ from hadaquant.ops import LinearPlan, explain, quantize
 from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
 from hadaquant.ops.direct import direct_linear, unwatched
 from hadaquant.ops.library import op
-from hadaquant.ops.options import check_backend
+from hadaquant.ops.options import check_backend, scale_layout_for
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import Rotation, parse, trusted
 from hadaquant.tensor import QuantizedTensor
@@ -254,7 +254,7 @@ class RotatedLinear(nn.Module):
         how = (self.bias, self.format.name, dtype, self.backend)
         if scales is None:
             return op("weight_mm", codes)(codes, *w, *how)
-        return op("scaled_mm", codes)(codes, scales, g, *w, *how)
+        return op("scaled_mm", codes)(codes, scales, g, *w, *how, scale_layout_for(self.format, self.backend))
 
     def _quantize_input(self, x: Tensor, front_end: FrontEnd) -> Quantized:
         rotation = (self.rotation_spec, self.signs, self.matrix)
@@ -264,7 +264,8 @@ class RotatedLinear(nn.Module):
         g = self.input_global_scale
         if g is None and self.format.has_global_scale:
             g = op("global_scale", x)(op("amax", x)(x, *rotation, self.backend, *front))
-        codes, scales = op("quantize", x)(x, self.format.name, *rotation, g, "linear", self.backend, *front)
+        order = scale_layout_for(self.format, self.backend)
+        codes, scales = op("quantize", x)(x, self.format.name, *rotation, g, order, self.backend, *front)
         return codes, scales, g
 
     def explain(self, M: int = 1) -> LinearPlan:

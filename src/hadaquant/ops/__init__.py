@@ -103,10 +103,13 @@ def scaled_mm(
     """x · wᵀ + bias of quantized x [..., K] and w [N, K], both of one format and rotation: [..., N].
 
     ``backend``: ``auto``, ``reference``, ``triton``, or for int8 ``cublas``, ``bf16`` or ``sgl``. All give
-    int8 the same bits but ``sgl``, which ``auto`` never takes and which may differ by one ulp.
+    int8 the same bits but ``sgl``, which ``auto`` never takes and which may differ by one ulp. For nvfp4 and mxfp4
+    ``cublas`` is torch's product on the FP4 units of Blackwell, which has never run on hardware and is taken by name
+    alone; it reads tiled scales, the others linear ones. Either may be given: what is not as the kernel reads it is
+    put in that order first.
 
     Raises:
-        MismatchError: formats, rotations or scale layouts differ.
+        MismatchError: formats or rotations differ.
         ShapeError: shapes differ.
         AccumulatorError: int8 with K above 133,144.
         BackendError: the backend has no kernel for this, with each one's reason.
@@ -114,8 +117,6 @@ def scaled_mm(
     for what, found, expected in (
         ("x's format", x.format, w.format),
         ("x's rotation", x.rotation, w.rotation),
-        ("x's scale_layout", x.scale_layout, "linear"),
-        ("w's scale_layout", w.scale_layout, "linear"),
     ):
         if found != expected:
             raise MismatchError(what=what, found=found, expected=expected)
@@ -130,6 +131,8 @@ def scaled_mm(
         x.format.name,
         out_dtype,
         check_backend(backend),
+        x.scale_layout,
+        w.scale_layout,
     )
 
 

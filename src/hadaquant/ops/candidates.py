@@ -14,6 +14,8 @@ from hadaquant.ops.target import Target
 
 #: Kernels of kernels/vendor.py.
 OTHERS_PRODUCTS: tuple[str, ...] = tuple(f"int8_{backend}" for backend in PRODUCTS)
+#: The kernel of kernels/block_scaled.py.
+BLOCK_SCALED = "fp4_block_scaled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +196,30 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
             refusal=copied,
         ),
         Candidate(kernel="fp4_mm", why="codes times block scales decoded to bfloat16 (exact), multiplied into float32"),
-        *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS),
+        _block_scaled(format, target, n, k, out_dtype),
+        *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS if b != "cublas"),
     ]
+
+
+def _block_scaled(format: Format, target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
+    outputs = (torch.bfloat16, torch.float16) if format.has_global_scale else (torch.bfloat16,)
+    refusal = None
+    if not target.fp4_units:
+        refusal = f"{target} has no FP4 units that torch multiplies on"
+    elif not format.has_global_scale and target.arch // 10 != 10:
+        refusal = f"torch multiplies MXFP4 on sm_100 and sm_103 alone, not on {target}"
+    elif n % 16 or k % 32:
+        refusal = f"it needs N % 16 == 0 and K % 32 == 0, not N={n}, K={k}"
+    elif out_dtype not in outputs:
+        refusal = f"of {format} it writes {' or '.join(map(str, outputs))}, not {out_dtype}"
+    return Candidate(
+        kernel=BLOCK_SCALED,
+        why="codes and tiled scales as they are, on the block-scaled FP4 units, by torch.nn.functional.scaled_mm",
+        backend="cublas",
+        refusal=refusal,
+        unasked="it has never run on hardware: only by name, backend='cublas'",
+        named_only=True,
+    )
 
 
 def _few_rows_tile(m: int, n: int, target: Target) -> tuple[int, int]:

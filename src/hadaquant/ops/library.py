@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadaquant import front, reference
+from hadaquant import front, layout, reference
 from hadaquant.formats import Format, get_format
 from hadaquant.formats.scales import global_scale_of
 from hadaquant.front import FrontEnd
 from hadaquant.ops import checks
-from hadaquant.ops.candidates import OTHERS_PRODUCTS
+from hadaquant.ops.candidates import BLOCK_SCALED, OTHERS_PRODUCTS
 from hadaquant.ops.direct import unwatched
 from hadaquant.ops.options import resolve_backend
 from hadaquant.ops.plan import Plan, plan_amax, plan_quantize, plan_rotate, plan_scaled_mm, tell
@@ -283,11 +283,11 @@ def _(codes, scales, global_scale, format, rotation, signs, matrix, scale_layout
 _Operand = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _check_operands(x: _Operand, w: _Operand, bias: Tensor | None, f: Format) -> None:
-    k = checks.check_codes("x", *x, f)
+def _check_operands(x: _Operand, w: _Operand, bias: Tensor | None, f: Format, x_layout: str, w_layout: str) -> None:
+    k = checks.check_codes("x", *x, f, x_layout)
     if w[0].dim() != 2:
         raise checks.ShapeError(what="w codes", found=tuple(w[0].shape), expected="[N, K]", fix="give a matrix")
-    wk = checks.check_codes("w", *w, f)
+    wk = checks.check_codes("w", *w, f, w_layout)
     if k != wk:
         raise checks.ShapeError(what="w", found=f"K={wk}", expected=f"K={k} of x", fix="multiply matrices of one K")
     n = w[0].shape[0]
@@ -296,9 +296,17 @@ def _check_operands(x: _Operand, w: _Operand, bias: Tensor | None, f: Format) ->
         raise checks.ShapeError(what="bias", found=tuple(bias.shape), expected=(n,), fix="one number an output")
 
 
+def _rows_of_scales(scales: Tensor, rows: int, k: int, f: Format, scale_layout: str) -> Tensor:
+    """Linear scales of a matrix with ``rows`` rows of K elements."""
+    if scale_layout == "tiled":
+        return layout.untile_scales(scales, rows, f.blocks(k))
+    return scales.reshape(-1) if f.block is None else scales.reshape(rows, -1)
+
+
 @_op(
     "scaled_mm(Tensor x_codes, Tensor x_scales, Tensor? x_global, Tensor w_codes, Tensor w_scales,"
-    " Tensor? w_global, Tensor? bias, str format, ScalarType out_dtype, str backend) -> Tensor"
+    " Tensor? w_global, Tensor? bias, str format, ScalarType out_dtype, str backend,"
+    ' str x_layout="linear", str w_layout="linear") -> Tensor'
 )
 def _scaled_mm(
     x_codes: Tensor,
@@ -311,18 +319,28 @@ def _scaled_mm(
     format: str,
     out_dtype: torch.dtype,
     backend: str,
+    x_layout: str = "linear",
+    w_layout: str = "linear",
 ) -> Tensor:
     f = get_format(format)
     w = (w_codes, w_scales, w_global)
-    _check_operands((x_codes, x_scales, x_global), w, bias, f)
+    _check_operands((x_codes, x_scales, x_global), w, bias, f, x_layout, w_layout)
     lead = x_codes.shape[:-1]
     x2 = x_codes.reshape(-1, x_codes.shape[-1])
     if x2.shape[0] == 0 or w_codes.shape[0] == 0:
         return torch.empty((*lead, w_codes.shape[0]), dtype=out_dtype, device=x_codes.device)
-    s2 = x_scales.reshape(-1) if f.block is None else x_scales.reshape(x2.shape[0], -1)
     m, n, k = x2.shape[0], w_codes.shape[0], f.k_of(x2.shape[1])
     plan = _plan(plan_scaled_mm, f, device=x_codes.device, backend=backend, m=m, n=n, k=k, out_dtype=out_dtype)
-    operands = (x2, s2, x_global, *w, f, bias, out_dtype)
+    if plan.kernel == BLOCK_SCALED:
+        from hadaquant.kernels import block_scaled
+
+        sx = x_scales if x_layout == "tiled" else x_scales.reshape(m, -1)
+        layouts = {"x_layout": x_layout, "w_layout": w_layout}
+        y = block_scaled.scaled_mm(x2, sx, x_global, *w, f, bias, out_dtype, **layouts)
+        return y.view(*lead, n)
+    s2 = _rows_of_scales(x_scales, m, k, f, x_layout)
+    w_scales = _rows_of_scales(w_scales, n, k, f, w_layout)
+    operands = (x2, s2, x_global, w_codes, w_scales, w_global, f, bias, out_dtype)
     if plan.kernel == "reference":
         return reference.scaled_mm(*operands).view(*lead, n)
     if plan.kernel in OTHERS_PRODUCTS:
@@ -336,6 +354,10 @@ def _scaled_mm(
 
 
 @_fake("scaled_mm")
-def _(x_codes, x_scales, x_global, w_codes, w_scales, w_global, bias, format, out_dtype, backend):
-    _check_operands((x_codes, x_scales, x_global), (w_codes, w_scales, w_global), bias, get_format(format))
+def _(
+    x_codes, x_scales, x_global, w_codes, w_scales, w_global, bias, format, out_dtype, backend,
+    x_layout="linear", w_layout="linear",
+):  # fmt: skip
+    x, w = (x_codes, x_scales, x_global), (w_codes, w_scales, w_global)
+    _check_operands(x, w, bias, get_format(format), x_layout, w_layout)
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=out_dtype)

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hadaquant.errors import UnknownChoice
+from hadaquant.formats import Format
 
-#: Other libraries' int8 products. Such a name selects the product alone: what is no product, rotate and
-#: quantize, then runs as by ``auto``.
+#: Other libraries' products, of int8 unless said otherwise. Such a name selects the product alone: what is no
+#: product, rotate and quantize, then runs as by ``auto``.
 PRODUCTS: tuple[str, ...] = ("cublas", "bf16", "sgl")
 
 #: What may run an op. ``auto`` lets the plan choose; ``reference`` is plain torch on the tensor's own
-#: device; ``triton`` is the fused kernel; ``cublas`` multiplies int8 by torch._int_mm; ``bf16`` on
-#: bfloat16 matrix units, exactly; ``sgl`` by CUTLASS through sgl_kernel, within one ulp. All but
-#: ``sgl`` give the same bits.
+#: device; ``triton`` is the fused kernel; ``cublas`` multiplies int8 by torch._int_mm, and FP4 on Blackwell
+#: by torch.nn.functional.scaled_mm; ``bf16`` on bfloat16 matrix units, exactly; ``sgl`` by CUTLASS through
+#: sgl_kernel, within one ulp. All but ``sgl`` give int8 the same bits.
 BACKENDS: tuple[str, ...] = ("auto", "reference", "triton", *PRODUCTS)
 
 _process_backend = "auto"
@@ -50,6 +51,11 @@ def without_products(backend: str) -> str:
     """The resolved backend of an op that is no product."""
     backend = resolve_backend(backend)
     return "auto" if backend in PRODUCTS else backend
+
+
+def scale_layout_for(format: Format, backend: str) -> str:
+    """The order of block scales that a product by this backend reads."""
+    return "tiled" if format.block is not None and resolve_backend(backend) == "cublas" else "linear"
 
 
 @contextmanager
