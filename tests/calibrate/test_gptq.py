@@ -33,14 +33,18 @@ def unpacked(q):
     return codes.numpy()
 
 
-def dense_gptq(weight, hessian, format, order, damping=0.05):
+#: A share at which float32 and float64 agree on all codes of these problems.
+DAMPING = 0.05
+
+
+def dense_gptq(weight, hessian, format, order):
     """One column at a time, removing its row and column from the inverse Hessian by elimination. numpy, float64.
 
     ``order`` keeps blocks together. Scales are chosen from a block as it is when its turn comes.
     """
     block = BLOCKS[format] or weight.shape[1]
     w = weight.double().numpy().copy()
-    h = hessian.numpy() + damping * np.trace(hessian.numpy()) / len(hessian) * np.eye(len(hessian))
+    h = hessian.numpy() + DAMPING * np.trace(hessian.numpy()) / len(hessian) * np.eye(len(hessian))
     inverse = np.linalg.inv(h[np.ix_(order, order)])
     g = oracle.global_scale(weight.numpy()) if format == "nvfp4" else None
     codes = np.zeros(w.shape, np.int8 if format == "int8" else np.uint8)
@@ -72,7 +76,7 @@ def dense_gptq(weight, hessian, format, order, damping=0.05):
 @pytest.mark.parametrize("k", [96, 288])  # within one chunk of columns, and over three
 def test_codes_are_those_of_a_dense_gptq(format, k):
     weight, hessian, _ = problem(k=k)
-    found = gptq(weight, hessian, format, act_order=False)
+    found = gptq(weight, hessian, format, act_order=False, damping=DAMPING)
     assert np.array_equal(unpacked(found), dense_gptq(weight, hessian, format, range(k)))
 
 
@@ -83,7 +87,8 @@ def test_act_order_takes_strong_channels_first_and_keeps_blocks_together(format)
     strength = hessian.diagonal()
     blocks = sorted(range(96 // block), key=lambda b: -strength[b * block : (b + 1) * block].sum())
     order = [c for b in blocks for c in sorted(range(b * block, (b + 1) * block), key=lambda c: -strength[c].item())]
-    assert np.array_equal(unpacked(gptq(weight, hessian, format)), dense_gptq(weight, hessian, format, order))
+    found = gptq(weight, hessian, format, damping=DAMPING)
+    assert np.array_equal(unpacked(found), dense_gptq(weight, hessian, format, order))
 
 
 @every_format
@@ -154,7 +159,7 @@ def test_channels_that_are_always_zero_are_rounded_to_nearest():
 def test_a_singular_hessian_is_damped():
     weight, _, x = problem(rows=10)  # fewer rows than channels
     hessian = x.T @ x
-    for damping in (0.05, 0.0):
+    for damping in (0.1, 0.0):
         found = gptq(weight, hessian, "int8", damping=damping)
         assert true_error(weight, found, x) < 0.5 * true_error(weight, hq.quantize(weight, "int8"), x)
 

@@ -46,7 +46,7 @@ class Curvature:
         format: Format,
         rotation: Rotation,
         *,
-        damping: float = 0.05,
+        damping: float = 0.1,
         act_order: bool = True,
     ) -> Curvature:
         """From the sum of xᵀx in the original basis; see :func:`gptq` for the arguments.
@@ -106,7 +106,7 @@ def gptq(
     rotation: str | Rotation = "none",
     *,
     search: bool = False,
-    damping: float = 0.05,
+    damping: float = 0.1,
     act_order: bool = True,
     fixed: bool = False,
 ) -> QuantizedTensor:

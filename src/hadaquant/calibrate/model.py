@@ -60,7 +60,7 @@ class Recipe:
     method: str = "gptq+search"
     coded_inputs: bool = False
     stepwise: bool = True
-    damping: float = 0.05
+    damping: float = 0.1
     act_order: bool = True
 
     def __post_init__(self) -> None:
