@@ -174,6 +174,8 @@ def test_refusals():
         calibrate_(tiny_llama(), "int8", batches=data, recipe="best")
     with pytest.raises(LayerError, match="no batches"):
         calibrate_(tiny_llama(), "int8")
+    with pytest.raises(LayerError, match=r"no nn\.Linear; nothing to quantize"):
+        calibrate_(nn.Sequential(nn.ReLU()), "int8", batches=[torch.ones(1, 4)], forward=run)
     with pytest.raises(PatternError):
         calibrate_(tiny_llama(), "int8", batches=data, skip=("nothing",))
     model = tiny_llama()
