@@ -34,6 +34,31 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
 
 
+#: Elements between which :func:`by_nibble` changes their order: those of 16 words of eight codes.
+NIBBLE_SPAN = 128
+
+
+def by_nibble(x: Tensor) -> Tensor:
+    """[..., K], K a multiple of 128, in the order in which words of eight codes yield them nibble by nibble.
+
+    Element i of word c of a span of 128 comes to place 16 i + c.
+
+    >>> by_nibble(torch.arange(128))[:18].tolist()
+    [0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 1, 9]
+    """
+    return x.reshape(*x.shape[:-1], -1, NIBBLE_SPAN // 8, 8).transpose(-1, -2).reshape(x.shape)
+
+
+def from_nibbles(x: Tensor) -> Tensor:
+    """Inverse of :func:`by_nibble`.
+
+    >>> x = torch.arange(256)
+    >>> torch.equal(from_nibbles(by_nibble(x)), x)
+    True
+    """
+    return x.reshape(*x.shape[:-1], -1, 8, NIBBLE_SPAN // 8).transpose(-1, -2).reshape(x.shape)
+
+
 def tile_scales(scales: Tensor) -> Tensor:
     """Row-major scales [M, C] -> the 128x4 tiled order that block-scaled matrix units read.
 

@@ -10,6 +10,7 @@ if interpreting():
 
 from hadaquant.kernels import rotate, weight_only, weight_only_small
 from hadaquant.kernels.runtime import OPTIONS
+from hadaquant.layout import NIBBLE_SPAN
 from hadaquant.rotation import parse
 
 from .compiling import SHARED_LIMIT, TARGETS, compile_for
@@ -49,13 +50,14 @@ def test_tiles_and_the_pass_of_scales(target, format):
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm_")])
 def test_few_rows(target, format):
     # all tiles where they are to be measured, the largest elsewhere
-    for tile in weight_only_small.SLICES_AND_WORDS if target == "sm_90" else ((64, 16),):
+    for tile in weight_only_small.SLICES_AND_WORDS if target == "sm_90" else ((32, 16),):
         arguments = weight_only_small.config(tile, get_format(format), True, target in OVERLAPPING)
         check(compile_for(weight_only_small.weight_few_rows_kernel, pointers(format), arguments, target), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_rotated_and_rounded(target):
-    arguments = {**rotate.unit_config(parse("sylvester:16")), "INVERSE": False, **OPTIONS}
+    unit = {"UNIT": NIBBLE_SPAN, "ROWS": rotate.TILE // NIBBLE_SPAN, "SPAN": NIBBLE_SPAN}
+    arguments = {**rotate.unit_config(parse("sylvester:16")), **unit, "INVERSE": False, **OPTIONS}
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "signs_ptr": "*fp32", "matrix_ptr": "*fp32"}
     check(compile_for(rotate.rotate_kernel, types, arguments, target), target)

@@ -17,6 +17,7 @@ from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, narrow, widen
 from hadaquant.kernels.quantize import MATRIX_TILE, TILE, walk_config
 from hadaquant.kernels.runtime import OPTIONS, given, on
+from hadaquant.layout import NIBBLE_SPAN
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
 
 
@@ -30,6 +31,7 @@ def rotate_kernel(
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     INVERSE: tl.constexpr,
+    SPAN: tl.constexpr,
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
 ):
@@ -37,6 +39,10 @@ def rotate_kernel(
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
     y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, INVERSE, FRONT)
     y = narrow(y, y_ptr.dtype.element_ty)
+    if SPAN > 0:
+        # as layout.by_nibble: [words, 8] of each span turned over
+        y = tl.reshape(y, (ROWS, UNIT // SPAN, SPAN // 8, 8))
+        y = tl.reshape(tl.permute(y, (0, 1, 3, 2)), (ROWS, UNIT))
     tl.store(y_ptr + (unit * UNIT)[:, None] + tl.arange(0, UNIT)[None, :], y, mask=valid)
 
 
@@ -135,8 +141,13 @@ def unit_config(rotation: Rotation) -> dict[str, Any]:
     return {"ROWS": rows, "UNIT": rotation.group, "ROTATION": constants(rotation), "FRONT": front_constants(NONE)}
 
 
-def rotate(x: Tensor, rotation: Rotation, inverse: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x · R or x · Rᵀ, rounded to ``dtype``: the bytes of ``reference.rotate``, but for a matrix's order of sums."""
+def rotate(
+    x: Tensor, rotation: Rotation, inverse: bool, dtype: torch.dtype = torch.float32, by_nibble: bool = False
+) -> Tensor:
+    """x · R or x · Rᵀ, rounded to ``dtype``: the bytes of ``reference.rotate``, but for a matrix's order of sums.
+
+    ``by_nibble``: in the order of ``layout.by_nibble``. Not for a matrix.
+    """
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     units = x.numel() // rotation.group
@@ -150,15 +161,20 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool, dtype: torch.dtype = to
             return y
         signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
         config = unit_config(rotation)
+        if by_nibble and rotation.group < NIBBLE_SPAN:
+            config |= {"UNIT": NIBBLE_SPAN, "ROWS": TILE // NIBBLE_SPAN}
+        units, span = x.numel() // config["UNIT"], NIBBLE_SPAN if by_nibble else 0
         grid = (triton.cdiv(units, config["ROWS"]),)
-        rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, **config, **OPTIONS)
+        rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, SPAN=span, **config, **OPTIONS)
     return y
 
 
-def rotate_round(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
+def rotate_round(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE, by_nibble: bool = False) -> Tensor:
     """bfloat16 x · R after its front end: the bytes of ``reference.rotate_round``, as far as :func:`rotate`'s are."""
+    if by_nibble and (front_end is not NONE or rotation.kind == "matrix"):
+        x, rotation, front_end = rotate_round(x, rotation, front_end), Rotation("none"), NONE
     if front_end is NONE:
-        return rotate(x, rotation, False, torch.bfloat16)
+        return rotate(x, rotation, False, torch.bfloat16, by_nibble)
     if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
         return rotate(front(x, front_end), rotation, False, torch.bfloat16)
     y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)

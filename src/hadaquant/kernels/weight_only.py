@@ -16,10 +16,13 @@ from torch.nn.functional import pad
 
 from hadaquant.formats import Format
 from hadaquant.kernels.gemm import _decode_tile, _tile_of
-from hadaquant.kernels.gemm_fp4 import SPAN, unpack
+from hadaquant.kernels.gemm_fp4 import unpack
 from hadaquant.kernels.numerics import narrow, widen
+from hadaquant.kernels.rotate import rotate_round
 from hadaquant.kernels.runtime import OPTIONS, aligned, given, on
 from hadaquant.kernels.vendor import bfloat16_mm, row_chunks
+from hadaquant.layout import NIBBLE_SPAN
+from hadaquant.rotation import NONE
 
 
 @triton.jit
@@ -90,14 +93,6 @@ def finish_config(format: Format, has_bias: bool) -> dict[str, Any]:
     return {**of_format(format, has_bias), "BM": 8, "BN": 512, "num_warps": 4, **OPTIONS}
 
 
-def by_nibble(x: Tensor) -> Tensor:
-    """x [M, K], K padded to whole spans, in the order of ``gemm_fp4.unpack``: element i of word c in 16 i + c."""
-    m, k = x.shape
-    width = triton.cdiv(k, SPAN) * SPAN
-    words = pad(x, (0, width - k)).view(m, width // SPAN, SPAN // 8, 8)
-    return words.transpose(2, 3).reshape(m, width)
-
-
 def weight_mm(
     x: Tensor,
     w_codes: Tensor,
@@ -109,8 +104,12 @@ def weight_mm(
     *,
     kernel: str,
     tile: tuple[int, int] | None = None,
+    by_nibble: bool = False,
 ) -> Tensor:
-    """[M, N] as ``reference.weight_mm``, but for the order of sums. ``kernel`` and ``tile`` are the plan's."""
+    """[M, N] as ``reference.weight_mm``, but for the order of sums. ``kernel`` and ``tile`` are the plan's.
+
+    ``by_nibble``: x is in that order already, as the Hopper product reads it.
+    """
     m, n = x.shape[0], w_codes.shape[0]
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     x, w, sw = (t.contiguous() for t in (x, w_codes, w_scales))
@@ -123,9 +122,11 @@ def weight_mm(
     elif kernel == "weight_mm_hopper":
         from hadaquant.kernels.gemm_fp4_hopper import multiply
 
+        if not by_nibble:
+            x = rotate_round(pad(x, (0, -x.shape[1] % NIBBLE_SPAN)), NONE, by_nibble=True)
         # that kernel multiplies by the global scales of both operands
         one = None if w_global is None else torch.ones_like(w_global)
-        multiply(by_nibble(x), one, aligned(w), aligned(sw), w_global, bias, y, format, (tile or (256, 128))[0])
+        multiply(x, one, aligned(w), aligned(sw), w_global, bias, y, format, (tile or (256, 128))[0])
     elif kernel == "weight_unpacked":
         _through_bfloat16(x, w, sw, w_global, bias, y, format)
     else:
