@@ -1,6 +1,7 @@
 """Better codes than round-to-nearest: what the linears read, scale search, GPTQ."""
 
 from hadaquant.calibrate.capture import capture, token_batches
+from hadaquant.calibrate.gains import fit_gains_
 from hadaquant.calibrate.gptq import Curvature, gptq, output_error
 from hadaquant.calibrate.inputs import InputStatistics
 from hadaquant.calibrate.model import METHODS, CalibratedLayer, Recipe, calibrate_
@@ -14,6 +15,7 @@ __all__ = [
     "Recipe",
     "calibrate_",
     "capture",
+    "fit_gains_",
     "gptq",
     "output_error",
     "search_scales",
