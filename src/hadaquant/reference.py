@@ -194,13 +194,16 @@ def _blocks(y: Tensor, format: Format) -> Tensor:
     return y.view(y.shape[0], -1, format.block) if format.block else y
 
 
-def rotate_round(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
-    """bfloat16 [..., K] of x · R after its front end: float32 throughout, rounded once, to nearest, ties to even."""
+def rotate_round(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE, by_nibble: bool = False) -> Tensor:
+    """bfloat16 [..., K] of x · R after its front end: float32 throughout, rounded once, to nearest, ties to even.
+
+    ``by_nibble``: in the order of ``layout.by_nibble``, in which a kernel may read it.
+    """
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=torch.bfloat16, device=x.device)
     for part in _row_chunks(*rows.shape):
         out[part] = rotate(_front_rows(rows, front_end, part), rotation)
-    return out.view(x.shape)
+    return layout.by_nibble(out.view(x.shape)) if by_nibble else out.view(x.shape)
 
 
 def dequantize(

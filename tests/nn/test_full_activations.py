@@ -142,6 +142,19 @@ def test_the_ops_refuse_what_does_not_fit():
         mm(torch.randn(2, 64).bfloat16(), *w, torch.ones(9), "nvfp4", torch.float32, "auto")
 
 
+@pytest.mark.parametrize("name", ["int8", "nvfp4"])
+def test_the_order_in_which_a_kernel_reads_the_input_changes_nothing(name):
+    x, w = torch.randn(3, 2, 256), hq.quantize(torch.randn(8, 256), name)
+    rotated = (x, "regular:64", None, None, "auto", "none", None, None)
+    h, turned = (torch.ops.hadaquant.rotate_round(*rotated, by_nibble) for by_nibble in (False, True))
+    assert not torch.equal(h, turned)
+    rest = (w.codes, w.scales, w.global_scale, None, name, torch.float32, "auto")
+    y = torch.ops.hadaquant.weight_mm(h, *rest)
+    assert torch.equal(torch.ops.hadaquant.weight_mm(turned, *rest, True), y)
+    with pytest.raises(ShapeError, match="K a multiple of 128 by nibble"):
+        torch.ops.hadaquant.rotate_round(x[..., :64], *rotated[1:], True)
+
+
 @pytest.mark.parametrize("name", ["int8", "nvfp4", "mxfp4"])
 def test_a4_opcheck(name):
     q = hq.quantize(torch.randn(8, 64), name)

@@ -34,8 +34,19 @@ def test_every_format_has_a_kernel_on_every_gpu(target, format):
         assert found.kernel.startswith("weight_") and found.fast and found.op == "weight_mm"
 
 
+def test_by_the_number_of_rows():
+    found = [product("sm_90", m).kernel for m in (1, 16, 17, 4096)]
+    assert found == ["weight_few_rows", "weight_few_rows", "weight_mm_hopper", "weight_mm_hopper"]
+    found = [product("sm_80", m).kernel for m in (1, 64, 65)]
+    assert found == ["weight_few_rows", "weight_few_rows", "weight_unpacked"]
+    found = [product("sm_90", m, format="int8").kernel for m in (1, 64, 65)]
+    assert found == ["weight_mm", "weight_mm", "weight_unpacked"]
+    assert [product("sm_90", m).tile for m in (1, 9, 17)] == [(8, 16), (16, 16), (32, 128)]
+
+
 def test_what_speaks_against_each():
-    assert "M=65 is above 64" in why_not(product("sm_90", 65), "weight_few_rows")
+    assert "M=65 is above 64" in why_not(product("sm_80", 65), "weight_few_rows")
+    assert "M=17 is above 16" in why_not(product("sm_90", 17), "weight_few_rows")
     assert "K=4112" in why_not(product("sm_90", 1, k=4112), "weight_few_rows")
     assert "not int8" in why_not(product("sm_90", 1, format="int8"), "weight_few_rows")
     assert "sm_90" in why_not(product("sm_100", 128), "weight_mm_hopper")

@@ -21,6 +21,7 @@ from hadaquant.ops.direct import direct_linear, unwatched
 from hadaquant.ops.library import op
 from hadaquant.ops.options import check_backend, scale_layout_for
 from hadaquant.ops.target import target_of
+from hadaquant.ops.weight_only import reads_by_nibble
 from hadaquant.rotation import Rotation, parse, trusted
 from hadaquant.tensor import QuantizedTensor
 
@@ -241,32 +242,43 @@ class RotatedLinear(nn.Module):
         return self._product(x, fe, dtype)
 
     def _product(self, x: Tensor, front_end: FrontEnd, dtype: torch.dtype) -> Tensor:
-        full = self.activations == "full"
-        if front_end is NONE and self.input_group is None and self.format.block is None and not full and unwatched(x):
+        group = None if torch.compiler.is_compiling() else self.input_group
+        w = (self.codes, self.scales, self.global_scale)
+        how = (self.bias, self.format.name, dtype, self.backend)
+        if self.activations == "full":
+            # others of a group may read it in another order
+            by_nibble = group is None and reads_by_nibble(x, self.out_features, self.format, dtype, self.backend)
+            if group is None:
+                h = self._rotate_input(x, front_end, by_nibble)
+            else:
+                h, _, _ = group.quantize(self.input_member, x, front_end, self._quantize_input)
+            return op("weight_mm", h)(h, *w, *how, by_nibble)
+        if front_end is NONE and group is None and self.format.block is None and unwatched(x):
             y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
             if y is not None:
                 return y
-        if self.input_group is None or torch.compiler.is_compiling():
+        if group is None:
             codes, scales, g = self._quantize_input(x, front_end)
         else:
-            codes, scales, g = self.input_group.quantize(self.input_member, x, front_end, self._quantize_input)
-        w = (self.codes, self.scales, self.global_scale)
-        how = (self.bias, self.format.name, dtype, self.backend)
-        if scales is None:
-            return op("weight_mm", codes)(codes, *w, *how)
+            codes, scales, g = group.quantize(self.input_member, x, front_end, self._quantize_input)
         return op("scaled_mm", codes)(codes, scales, g, *w, *how, scale_layout_for(self.format, self.backend))
 
     def _quantize_input(self, x: Tensor, front_end: FrontEnd) -> Quantized:
+        if self.activations == "full":
+            return self._rotate_input(x, front_end, False), None, None
         rotation = (self.rotation_spec, self.signs, self.matrix)
         front = (front_end.spec, front_end.factor, front_end.shift)
-        if self.activations == "full":
-            return op("rotate_round", x)(x, *rotation, self.backend, *front), None, None
         g = self.input_global_scale
         if g is None and self.format.has_global_scale:
             g = op("global_scale", x)(op("amax", x)(x, *rotation, self.backend, *front))
         order = scale_layout_for(self.format, self.backend)
         codes, scales = op("quantize", x)(x, self.format.name, *rotation, g, order, self.backend, *front)
         return codes, scales, g
+
+    def _rotate_input(self, x: Tensor, front_end: FrontEnd, by_nibble: bool) -> Tensor:
+        rotation = (self.rotation_spec, self.signs, self.matrix)
+        front = (front_end.spec, front_end.factor, front_end.shift)
+        return op("rotate_round", x)(x, *rotation, self.backend, *front, by_nibble)
 
     def explain(self, M: int = 1) -> LinearPlan:
         """Which kernels run for an input of M rows on this layer's device, and why."""

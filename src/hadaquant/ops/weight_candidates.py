@@ -11,8 +11,10 @@ from hadaquant.ops.target import Target
 
 #: Most rows for weights decoded in the registers of the matrix units that multiply them.
 FEW_ROWS = 64
-#: Compiled and tested as far as that goes without a GPU; a plan may take such a kernel once it has run on one.
-UNRUN = "it has not run on a GPU yet"
+#: The same where the Hopper product can take the rest (measured on an H200).
+HOPPER_FEW_ROWS = 16
+#: The kernel that reads x in the order of ``layout.by_nibble``.
+BY_NIBBLE = "weight_mm_hopper"
 
 
 def weight_candidates(
@@ -33,24 +35,25 @@ def weight_candidates(
     elif not packed and out_dtype not in (torch.bfloat16, torch.float16):
         hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
     copied = None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
-    few = f"M={m} is above {FEW_ROWS}" if m > FEW_ROWS else None
+    most = HOPPER_FEW_ROWS if not hopper else FEW_ROWS
+    few = f"M={m} is above {most}" if m > most else None
     return [
         Candidate(
             kernel="weight_few_rows",
             why="packed weights decoded in the registers of the bfloat16 matrix units, each read once",
-            refusal=packed or few or UNRUN,
+            refusal=packed or few,
             tile=few_rows_tile(m, n, target),
         ),
         Candidate(
-            kernel="weight_mm_hopper",
+            kernel=BY_NIBBLE,
             why="weights decoded in the registers of the warpgroup matrix units, fed by TMA",
-            refusal=hopper or UNRUN,
+            refusal=hopper,
             tile=hopper_tile(m, n, target),
         ),
         Candidate(
             kernel="weight_unpacked",
             why="weights copied to bfloat16 (exact), multiplied by torch into float32, then one pass of scales",
-            refusal=copied or UNRUN,
+            refusal=copied,
             unasked=None if m > FEW_ROWS else f"a copy of the weights in each call costs more than M={m} rows",
         ),
         Candidate(kernel="weight_mm", why="tiles of weights decoded to bfloat16 (exact), multiplied into float32"),
@@ -64,6 +67,8 @@ def weight_candidates(
 def few_rows_tile(m: int, n: int, target: Target) -> tuple[int, int]:
     """Rows of x and of the weight in a tile: narrow tiles while they all run at once."""
     narrow = -(-n // 16) <= 2 * target.multiprocessors
+    if m <= 8:
+        return 8, 16
     if m <= 16:
         return (16, 16) if narrow else (16, 32)
-    return (32, 16) if m <= 32 else (64, 16)
+    return 32, 16
