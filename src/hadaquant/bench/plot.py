@@ -42,7 +42,7 @@ LABELS = {
     "sgl": "CUTLASS (sgl_kernel)",
 }
 #: Variants that are no contestant of their own: other settings of ours.
-SETTINGS = ("ours_dynamic", "ours_tiled")
+SETTINGS = ("ours_dynamic", "ours_tiled", "ours_full")
 
 
 def draw(found: Sequence[Result], folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,8 +15,10 @@ from hadaquant.bench.cases import Case
 from hadaquant.bench.contest import Contest, Variant, buffers, differing, far
 from hadaquant.bench.timing import timings_of
 from hadaquant.formats import get_format
+from hadaquant.layout import tile_scales
 from hadaquant.nn import RotatedLinear
 from hadaquant.ops import quantize, scaled_mm
+from hadaquant.ops.target import target_of
 from hadaquant.rotation import parse
 from hadaquant.tensor import QuantizedTensor
 
@@ -63,7 +66,14 @@ def gemm(case: Case, device: torch.device) -> Contest:
     def torch_bf16() -> Variant:
         return Variant([partial(lambda x, w: x @ w.T, dense(m), dense(n)) for _ in range(count)])
 
+    def fp4_units() -> Variant:
+        tiled = [[replace(q, scales=tile_scales(q.scales), scale_layout="tiled") for q in pair] for pair in pairs]
+        calls = [partial(scaled_mm, x, w, None, DTYPE, backend="cublas") for x, w in tiled]
+        return Variant(calls, lambda: _check_product(calls[0](), *pairs[0]))
+
     variants: dict[str, Callable[[], Variant]] = {"ours": ours, "torch_bf16": torch_bf16}
+    if f.block is not None and device.type == "cuda" and target_of(device).fp4_units:
+        variants["cublas"] = fp4_units
     if f.block is None and device.type == "cuda":
         variants["plain_triton"] = partial(plain_triton, any_tile=False)
         variants["plain_triton_tuned"] = partial(plain_triton, any_tile=True)
@@ -95,6 +105,10 @@ def linear(case: Case, device: torch.device) -> Contest:
     def ours() -> Variant:
         return Variant(over([*layers]), lambda: check_linear(layers[0], quantized(dense[0], "reference"), xs[0]))
 
+    def full() -> Variant:
+        layers = [RotatedLinear.from_linear(layer, f, r, activations="full") for layer in dense]
+        return Variant(over([*layers]), lambda: _check_full(layers[0], xs[0]))
+
     def torch_compile() -> Variant:
         unfused.check_int_mm(m)
         matrix = None if r.kind == "none" else r.dense().to(device, DTYPE)
@@ -107,6 +121,8 @@ def linear(case: Case, device: torch.device) -> Contest:
         return Variant(calls, lambda: far(calls[0](), dense[0](xs[0]), 0.03), ours=False)
 
     variants: dict[str, Callable[[], Variant]] = {"ours": ours, "torch_bf16": lambda: Variant(over([*dense]))}
+    if f.block is not None:
+        variants["ours_full"] = full
     if f.block is None and device.type == "cuda":
         variants["torch_compile"] = torch_compile
         if r.kind == "regular" and r.group in (64, 256):
@@ -133,6 +149,17 @@ def _check_product(y: Tensor, x: QuantizedTensor, w: QuantizedTensor) -> str | N
     if x.format.block is None:
         return differing([y], [right])
     a, b = (reference.decode(q.codes, q.scales, q.global_scale, q.format).double() for q in (x, w))
-    wide = a[:WIDE_ROWS] @ b.T
-    error, allowed = (torch.linalg.vector_norm(t[:WIDE_ROWS].double() - wide).item() for t in (y, right))
+    return _against_torch(y[:WIDE_ROWS], right[:WIDE_ROWS], a[:WIDE_ROWS] @ b.T)
+
+
+def _check_full(layer: RotatedLinear, x: Tensor) -> str | None:
+    """Against float64 at most twice the error of torch's own float32 product, inputs rounded as the contract says."""
+    h, w = reference.rotate_round(x[:WIDE_ROWS], layer.rotation), layer.quantized_weight()
+    right = reference.weight_mm(h, w.codes, w.scales, w.global_scale, w.format, None, DTYPE)
+    wide = h.double() @ reference.decode(w.codes, w.scales, w.global_scale, w.format).double().T
+    return _against_torch(layer(x)[:WIDE_ROWS], right, wide)
+
+
+def _against_torch(y: Tensor, right: Tensor, wide: Tensor) -> str | None:
+    error, allowed = (torch.linalg.vector_norm(t.double() - wide).item() for t in (y, right))
     return None if error <= 2 * allowed else f"its error is {error / allowed:.2f} times that of torch's float32 product"
