@@ -5,7 +5,8 @@
 
 A cell is a format, a rotation, how the weights' codes are chosen and whether the activations are coded. All
 linears but lm_head are quantized. Weights or activations that are "full" stay in float32, so that what each side
-costs is seen. A rotation that ends in "+signs" has random signs.
+costs is seen. A rotation that ends in "+signs" has random signs; weights that end in "+gains" have the norms' gains
+fitted too. A calibration text may start at a token: demo/enwiki.txt@100000. Several share the windows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import copy
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,29 +24,31 @@ from torch.nn import functional
 
 import hadaquant as hq
 from hadaquant.bench.record import RESULTS, append
-from hadaquant.calibrate import METHODS, Recipe, calibrate_, token_batches
+from hadaquant.calibrate import METHODS, Recipe, calibrate_, fit_gains_, token_batches
 from hadaquant.nn.convert import decide, linears_of
 from hadaquant.rotation import parse
 from hadaquant.study.perplexity import Perplexity, perplexity, read_tokens
 
 WINDOW = 512
 SKIP = ("lm_head",)
+#: Windows a step, and steps, of the norms' gains.
+GAINS_BATCH, GAINS_STEPS = 4, 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One row of the table. ``weights`` is ``full`` or a method of calibration; ``recipe`` holds what else it takes."""
+    """One row of the table.
+
+    ``weights`` is ``full`` or a method of calibration; ``recipe`` holds what else it takes. ``gains``: steps that the
+    norms' gains are fitted for.
+    """
 
     format: str
     rotation: str
     weights: str
     activations: str
     recipe: tuple[tuple[str, object], ...] = ()
-
-    def name(self) -> str:
-        """For a file."""
-        options = "".join(f"_{key}={value}" for key, value in self.recipe)
-        return f"{self.format}_{self.rotation}_{self.weights}_{self.activations}{options}".replace(":", "")
+    gains: int = 0
 
 
 class CodedInputs(nn.Module):
@@ -109,11 +112,13 @@ def measure(
     model: nn.Module, cell: Cell, ids: Tensor, batches: list[Tensor], backend: str = "auto"
 ) -> tuple[dict[str, object], Perplexity]:
     """A cell's row. The model is copied, not changed."""
-    model = copy.deepcopy(model)
+    full, model = model, copy.deepcopy(model)
     make(model, cell, batches, backend)
+    if cell.gains:
+        fit_gains_(model, full, torch.cat(batches).split(GAINS_BATCH), steps=cell.gains)
     found = perplexity(model, ids, WINDOW)
     low, high = found.interval
-    row = {
+    row: dict[str, object] = {
         "tokens": found.losses.numel(),
         "format": cell.format,
         "rotation": cell.rotation,
@@ -123,9 +128,12 @@ def measure(
         "low": round(low, 4),
         "high": round(high, 4),
     }
-    calibrated = cell.weights not in ("full", "rtn")
-    extra = {"windows": len(batches) * batches[0].shape[0], **dict(cell.recipe)} if calibrated else {}
-    return row | extra, found
+    if cell.weights not in ("full", "rtn"):
+        row |= {"windows": len(batches) * batches[0].shape[0], **asdict(Recipe()), **dict(cell.recipe)}
+        del row["method"]
+    if cell.gains:
+        row["gains"] = cell.gains
+    return row | {"pieces": [round(nats, 3) for nats in found.pieces[0].tolist()]}, found
 
 
 def cells(
@@ -136,8 +144,19 @@ def cells(
     if "full" in weights and "full" in activations:
         yield Cell(format="float32", rotation="none", weights="full", activations="full")
     for f, r, w, a in itertools.product(formats, rotations, weights, activations):
+        method, plus, _ = w.partition("+gains")
         if (w, a) != ("full", "full"):
-            yield Cell(format=f, rotation=r, weights=w, activations=a)
+            yield Cell(format=f, rotation=r, weights=method, activations=a, gains=GAINS_STEPS if plus else 0)
+
+
+def calibration(texts: list[str], tokenizer: object, windows: int, batch: int) -> list[Tensor]:
+    """Batches of windows spread evenly over texts, which share them; a text may start at a token."""
+    rows = []
+    for text in texts:
+        path, _, start = text.partition("@")
+        ids = read_tokens(Path(path), tokenizer, WINDOW)[int(start or 0) :]
+        rows += token_batches(ids, WINDOW, windows // len(texts), 1)
+    return list(torch.cat(rows).split(batch))
 
 
 def main() -> None:
@@ -145,13 +164,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--name", help="of the model, in the records; its folder's unless given")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--calibration", type=Path, required=True, help="never the text that is evaluated")
+    parser.add_argument("--calibration", nargs="+", required=True, help="never what is evaluated; TEXT or TEXT@TOKEN")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--windows", type=int, default=64, help="of the calibration text")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--formats", nargs="+", default=["int8", "nvfp4", "mxfp4"])
     parser.add_argument("--rotations", nargs="+", default=["none", "sylvester:16", "sylvester:64"])
-    parser.add_argument("--weights", nargs="+", default=["full", *METHODS], choices=["full", *METHODS])
+    parser.add_argument("--weights", nargs="+", default=["full", *METHODS], help="full, a method, METHOD+gains")
     parser.add_argument("--activations", nargs="+", default=["full", "coded"], choices=["full", "coded"])
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
@@ -161,12 +180,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(arguments.device)
     ids = read_tokens(arguments.text, tokenizer, WINDOW, arguments.tokens)
-    calibration = read_tokens(arguments.calibration, tokenizer, WINDOW).to(arguments.device)
-    batches = token_batches(calibration, WINDOW, arguments.windows, arguments.batch)
+    batches = calibration(arguments.calibration, tokenizer, arguments.windows, arguments.batch)
+    batches = [batch.to(arguments.device) for batch in batches]
     names = {
         "model": arguments.name or arguments.model.name,
         "text": arguments.text.stem,
-        "calibration": arguments.calibration.stem,
+        "calibration": "+".join(text.replace(".txt", "").rpartition("/")[2] for text in arguments.calibration),
     }
     for cell in cells(arguments.formats, arguments.rotations, arguments.weights, arguments.activations):
         row, _ = measure(model, cell, ids, batches)

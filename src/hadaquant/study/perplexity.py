@@ -66,12 +66,18 @@ class Perplexity:
 
     def over_windows(self, values: Tensor) -> Interval:
         """Interval of the mean of [P] values: a bootstrap over windows, or over pieces of them; see :data:`UNITS`."""
+        return mean_interval(*self._pieces(values))
+
+    @property
+    def pieces(self) -> tuple[Tensor, Tensor]:
+        """Sums of losses and numbers of tokens of what is resampled: windows, or pieces of them; see :data:`UNITS`."""
+        return self._pieces(self.losses)
+
+    def _pieces(self, values: Tensor) -> tuple[Tensor, Tensor]:
         windows = values.view(self.windows, -1)
-        pieces = min(-(-UNITS // self.windows), windows.shape[1])
-        units = windows.tensor_split(pieces, 1)
+        units = windows.tensor_split(min(-(-UNITS // self.windows), windows.shape[1]), 1)
         sums = torch.cat([unit.sum(1) for unit in units])
-        counts = torch.cat([torch.full((self.windows,), unit.shape[1]) for unit in units])
-        return mean_interval(sums, counts)
+        return sums, torch.cat([torch.full((self.windows,), unit.shape[1]) for unit in units])
 
     def to_dict(self) -> dict[str, Any]:
         """Figures for JSON, without the single tokens."""
