@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hadaquant import share_input
+from hadaquant import RotatedLinear, share_input
 from hadaquant.front import rms_norm, silu_mul
 
 
@@ -32,8 +34,10 @@ class Decoder:
         self.places = torch.arange(length, **new)
         shape = (config.num_hidden_layers, config.num_key_value_heads, length, self.side)
         self.keys, self.values = (torch.zeros(shape, dtype=embedding.dtype, **new) for _ in range(2))
-        cos, sin = model.model.rotary_emb(embedding[:1], self.places[None])
-        self.cos, self.sin = cos[0], sin[0]  # [length, side]
+        # by the CPU, since each device has its own sine
+        rotary = copy.deepcopy(model.model.rotary_emb).cpu()
+        cos, sin = rotary(embedding[:1].cpu(), self.places[None].cpu())
+        self.cos, self.sin = cos[0].to(embedding.device), sin[0].to(embedding.device)  # [length, side]
 
     def reset(self, token: int) -> None:
         """Begin with a token."""
@@ -42,8 +46,11 @@ class Decoder:
         self.keys.zero_()
         self.values.zero_()
 
-    def step(self) -> None:
-        """Read the token at the present position, put the most likely next one in its place, move on."""
+    def step(self) -> Tensor:
+        """Read the token at the present position, put the most likely next one in its place, move on.
+
+        Returns the logits [1, vocabulary].
+        """
         h = functional.embedding(self.ids, self.model.get_input_embeddings().weight)  # [1, hidden]
         cos, sin = (t.index_select(0, self.position) for t in (self.cos, self.sin))
         seen = (self.places <= self.position)[None, None]
@@ -59,6 +66,7 @@ class Decoder:
         logits = self.model.lm_head(self.model.model.norm(h))
         self.ids.copy_(logits.argmax(-1))
         self.position += 1
+        return logits
 
     def normed(self, norm: nn.Module, h: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
         """Linears of the norm of h."""
@@ -80,17 +88,46 @@ class Decoder:
         )
         return y.view(1, -1)
 
-    def generate(self, prompt: list[int], tokens: int) -> list[int]:
-        """Greedy tokens behind a prompt."""
+    def generate(self, prompt: list[int], tokens: int) -> tuple[Tensor, Tensor]:
+        """Greedy tokens [tokens] behind a prompt, and their logits [tokens, vocabulary]."""
         self.reset(prompt[0])
-        made = []
+        made, seen = [], []
         for i in range(len(prompt) + tokens - 1):
-            self.step()
+            logits = self.step()
             if i + 1 < len(prompt):
                 self.ids.fill_(prompt[i + 1])
             else:
-                made.append(int(self.ids))
-        return made
+                made.append(self.ids.clone())
+                seen.append(logits)
+        return torch.cat(made), torch.cat(seen)
+
+
+class _Norm(nn.Module):
+    """RMSNorm in float64."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """A model of RotatedLinear layers, all but them in float64.
+
+    They read float32 and give float32. Two devices sum in different orders, but what they read is then the same unless
+    a float64 difference of 1e-16 crosses a float32 boundary: what is left to differ is the linears.
+    """
+    model = model.double()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, RotatedLinear):
+            module.register_forward_pre_hook(lambda _, arguments: (arguments[0].float(), *arguments[1:]))
+            module.register_forward_hook(lambda _, arguments, y: y.double())
+        elif hasattr(module, "variance_epsilon"):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, _Norm(module))
+    return model
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

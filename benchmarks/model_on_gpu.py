@@ -2,12 +2,13 @@
 
     python benchmarks/model_on_gpu.py QUANTIZED [--source PLAIN] [--tokens 64] [--out FILE]
 
-QUANTIZED is what ``hadaquant quantize`` wrote, its rotation and format as they are. Both runs compute in float32, so
-that the linears' inputs differ between the devices only by the order of sums in attention and norms. Reported: how
-many tokens agree, how far the logits are apart while the contexts agree, and at the first token that differs the
-margin between the two candidates. Each linear is also given what it reads on the CPU: its coded input has to be the
-same bytes, an INT8 output the same bits, an FP4 output within the bound of products: an error against the float64
-product of at most twice torch's float32 one, and a float32 rounding. With ``--source``, the unquantized folder, the
+QUANTIZED is what ``hadaquant quantize`` wrote, its rotation and format as they are. Each linear is given what it reads
+on the CPU: its coded input has to be the same bytes, an INT8 output the same bits, an FP4 output within the bound of
+products: an error against the float64 product of at most twice torch's in the same dtype, and a float32 rounding.
+Then both decode. All but the linears runs in float64, so that linears read the same on both devices; in float32 a
+difference in the last bit of a norm turns a code, and thirty layers make that as large as the quantization's own noise.
+Reported: how many tokens agree, how far the logits are apart while the contexts agree, and at the first token that
+differs the margin between the two candidates. With ``--source``, the unquantized folder, the
 speed of both at batch 1: a whole step (embedding to argmax) as one CUDA graph, in bfloat16. Appends to
 results/model.jsonl.
 """
@@ -22,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from decoding import Decoder
+from decoding import Decoder, in_double
 from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import hadaquant as hq
 from hadaquant.bench.record import append
@@ -39,18 +40,10 @@ PROMPTS = (
 )
 
 
-def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def greedy(model: nn.Module, ids: list[int], tokens: int) -> tuple[Tensor, Tensor]:
     """Greedy tokens [tokens] and their logits [tokens, vocabulary], on the CPU."""
-    made = model.generate(
-        ids.to(model.device),
-        attention_mask=torch.ones_like(ids).to(model.device),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return made.sequences[0, ids.shape[1] :].cpu(), torch.cat(made.logits).float().cpu()
+    made, logits = Decoder(model, len(ids) + tokens).generate(ids, tokens)
+    return made.cpu(), logits.float().cpu()
 
 
 def compare(prompt: str, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]) -> dict[str, object]:
@@ -72,39 +65,44 @@ def compare(prompt: str, here: tuple[Tensor, Tensor], there: tuple[Tensor, Tenso
     return row
 
 
-def linears(cpu: PreTrainedModel, gpu: PreTrainedModel, ids: Tensor) -> dict[str, object]:
-    """Every linear of the GPU's model on what the CPU's reads for one prompt."""
+def linears(cpu: nn.Module, gpu: nn.Module, ids: list[int], dtype: torch.dtype) -> dict[str, object]:
+    """Every linear of the GPU's model on what the CPU's reads for one prompt, in a dtype."""
     inputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda _, arguments: inputs.update({name: arguments[0].detach()})
+        return lambda _, arguments: inputs.update({name: arguments[0].detach().to(dtype)})
 
     ours = {name: m for name, m in cpu.named_modules() if isinstance(m, hq.RotatedLinear)}
     hooks = [m.register_forward_pre_hook(keep(name)) for name, m in ours.items()]
-    cpu(ids)
+    cpu(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
-    row: dict[str, object] = {"layers": len(ours), "differing_inputs": 0, "differing_outputs": 0, "share_of_bound": 0.0}
+    differing_inputs = differing_outputs = 0
+    share = 0.0
     for name, layer in ours.items():
         there, x = gpu.get_submodule(name), inputs[name]
-        coded = [hq.quantize(t, layer.format, rotation=layer.rotation) for t in (x, x.to(there.codes.device))]
-        row["differing_inputs"] += sum(  # pyright: ignore[reportOperatorIssue]
-            int((a != b.cpu()).sum())
-            for a, b in zip(*((q.codes, q.scales.view(torch.uint8)) for q in coded), strict=True)
-        )
-        y, here = there(x.to(there.codes.device)).cpu(), layer(x)
-        row["differing_outputs"] += int((y != here).sum())  # pyright: ignore[reportOperatorIssue]
+        device = there.codes.device  # type: ignore[union-attr]
+        coded = [hq.quantize(t, layer.format, rotation=layer.rotation) for t in (x, x.to(device))]
+        pairs = ((getattr(coded[0], part), getattr(coded[1], part).cpu()) for part in ("codes", "scales"))
+        differing_inputs += sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+        y, here = there(x.to(device)).cpu(), layer(x)
+        differing_outputs += int((y != here).sum())
         values, weight = coded[0].dequantize(), layer.dequantized_weight()
         exact, torchs = values.double() @ weight.double().T, values @ weight.T
         if layer.bias is not None:
             exact, torchs = exact + layer.bias.double(), torchs + layer.bias
-        error, allowed = ((t.double() - exact).norm().item() for t in (y, torchs))
-        share = error / (2 * allowed + 2.0**-22 * exact.norm().item())
-        row["share_of_bound"] = max(row["share_of_bound"], share)  # pyright: ignore[reportArgumentType]
-    return row
+        error, allowed = ((t.double() - exact).norm().item() for t in (y, torchs.to(dtype)))
+        share = max(share, error / (2 * allowed + 2.0**-22 * exact.norm().item()))
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": len(ours),
+        "differing_inputs": differing_inputs,
+        "differing_outputs": differing_outputs,
+        "share_of_bound": share,
+    }
 
 
-def tokens_a_second(model: PreTrainedModel, device: torch.device, tokens: int, front_ends: bool) -> float:
+def tokens_a_second(model: nn.Module, device: torch.device, tokens: int, front_ends: bool) -> float:
     """Greedy decoding at batch 1, a CUDA graph a token; median of five runs."""
     decoder = Decoder(model, tokens + 8, front_ends)
     decoder.reset(1)
@@ -147,29 +145,30 @@ def main() -> None:
     device = torch.device(options.device)
 
     tokenizer = Tokenizer.from_file(str(options.quantized / "tokenizer.json"))
+    ids = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     cpu, gpu = (hq.load(options.quantized, device=d, dtype=torch.float32) for d in ("cpu", device))
     layer = next(m for m in gpu.modules() if isinstance(m, hq.RotatedLinear))
     what = {"model": options.quantized.name, "format": layer.format.name, "rotation": str(layer.rotation)}
     rows: list[dict[str, object]] = []
-    with torch.inference_mode():
-        for prompt in PROMPTS[: options.prompts]:
-            ids = torch.tensor([tokenizer.encode(prompt).ids])
-            start = time.perf_counter()
-            here, there = greedy(cpu, ids, options.tokens), greedy(gpu, ids, options.tokens)
-            row = {"what": "greedy", **what, **compare(prompt, here, there)}
-            print(json.dumps(row), f"{time.perf_counter() - start:.1f} s", flush=True)
-            rows.append(row)
-        ids = torch.tensor([tokenizer.encode(PROMPTS[0]).ids])
-        rows.append({"what": "linears", **what, **linears(cpu, gpu, ids)})
+
+    def tell(kind: str, row: dict[str, object]) -> None:
+        rows.append({"what": kind, **what, **row})
         print(json.dumps(rows[-1]), flush=True)
+
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            tell("linears", linears(cpu, gpu, ids[0], dtype))
+        cpu, gpu = in_double(cpu), in_double(gpu)
+        for prompt, tokens in zip(PROMPTS[: options.prompts], ids, strict=False):
+            tell("greedy", compare(prompt, *(greedy(model, tokens, options.tokens) for model in (cpu, gpu))))
         if options.source is not None:
             plain = AutoModelForCausalLM.from_pretrained(options.source, dtype=torch.bfloat16).to(device).eval()
-            name, ours = layer.format.name, gpu.to(torch.bfloat16)
+            ours = hq.load(options.quantized, device=device, dtype=torch.bfloat16)
+            name = layer.format.name
             ways = {"bfloat16": (plain, False), name: (ours, False), f"{name}, front ends": (ours, True)}
             for name, (model, front_ends) in ways.items():
-                speed = tokens_a_second(model, device, options.tokens, front_ends)
-                rows.append({"what": "decode", **what, "variant": name, "batch": 1, "tokens_a_second": round(speed, 1)})
-                print(json.dumps(rows[-1]), flush=True)
+                speed = round(tokens_a_second(model, device, options.tokens, front_ends), 1)
+                tell("decode", {"variant": name, "batch": 1, "tokens_a_second": speed})
     append(options.out, rows)
 
 
