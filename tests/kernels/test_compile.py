@@ -79,7 +79,7 @@ def test_rotate_and_amax(target):
     for spec in ("sylvester:16", "regular:256", "matrix:64"):
         config = rotate.unit_config(rotation_of(spec))
         check(compile_for(rotate.amax_kernel, pointers("nvfp4"), {**config, **OPTIONS}, target), target)
-        arguments = {**config, "INVERSE": False, "SPAN": 0, **OPTIONS}
+        arguments = {**config, "INVERSE": False, "SPAN": 0, "OVERLAP": target in OVERLAPPING, **OPTIONS}
         check(compile_for(rotate.rotate_kernel, pointers("nvfp4"), arguments, target), target)
     arguments = {"INVERSE": False, "ROWS": 32, "COLS": 32, **OPTIONS}
     check(compile_for(rotate.rotate_by_any_matrix_kernel, pointers("nvfp4"), arguments, target), target)

@@ -58,6 +58,7 @@ def test_few_rows(target, format):
 @pytest.mark.parametrize("target", TARGETS)
 def test_rotated_and_rounded(target):
     unit = {"UNIT": NIBBLE_SPAN, "ROWS": rotate.TILE // NIBBLE_SPAN, "SPAN": NIBBLE_SPAN}
+    unit["OVERLAP"] = target in OVERLAPPING
     arguments = {**rotate.unit_config(parse("sylvester:16")), **unit, "INVERSE": False, **OPTIONS}
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "signs_ptr": "*fp32", "matrix_ptr": "*fp32"}
     check(compile_for(rotate.rotate_kernel, types, arguments, target), target)

@@ -16,7 +16,7 @@ from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, narrow, widen
 from hadaquant.kernels.quantize import MATRIX_TILE, TILE, walk_config
-from hadaquant.kernels.runtime import OPTIONS, given, on
+from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 from hadaquant.layout import NIBBLE_SPAN
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
 
@@ -34,7 +34,11 @@ def rotate_kernel(
     SPAN: tl.constexpr,
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     unit = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
     y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, INVERSE, FRONT)
@@ -163,9 +167,10 @@ def rotate(
         config = unit_config(rotation)
         if by_nibble and rotation.group < NIBBLE_SPAN:
             config |= {"UNIT": NIBBLE_SPAN, "ROWS": TILE // NIBBLE_SPAN}
-        units, span = x.numel() // config["UNIT"], NIBBLE_SPAN if by_nibble else 0
+        config |= {"SPAN": NIBBLE_SPAN if by_nibble else 0, "OVERLAP": launches_overlap(x.device), **OPTIONS}
+        units = x.numel() // config["UNIT"]
         grid = (triton.cdiv(units, config["ROWS"]),)
-        rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, SPAN=span, **config, **OPTIONS)
+        rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, **config, **overlapping(config))
     return y
 
 
