@@ -123,7 +123,8 @@ def weight_mm(
         from hadaquant.kernels.gemm_fp4_hopper import multiply
 
         if not by_nibble:
-            x = rotate_round(pad(x, (0, -x.shape[1] % NIBBLE_SPAN)), NONE, by_nibble=True)
+            missing = -x.shape[1] % NIBBLE_SPAN
+            x = rotate_round(pad(x, (0, missing)) if missing else x, NONE, by_nibble=True)
         # that kernel multiplies by the global scales of both operands
         one = None if w_global is None else torch.ones_like(w_global)
         multiply(x, one, aligned(w), aligned(sw), w_global, bias, y, format, (tile or (256, 128))[0])
