@@ -15,6 +15,7 @@ from hadaquant import reference
 from hadaquant.calibrate.search import Grid, best_scales, rotated_weight
 from hadaquant.errors import LayerError, ShapeError
 from hadaquant.formats import Format
+from hadaquant.ops.plan import has_triton
 from hadaquant.rotation import Rotation
 from hadaquant.tensor import QuantizedTensor
 
@@ -175,6 +176,17 @@ def _round(y: Tensor, grid: Grid, factor: Tensor, search: bool, fixed: bool) -> 
 
 def _round_columns(y: Tensor, grid: Grid, scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and errors [C, N, step] of columns y [N, step] under each of the scales [C, N] of their block."""
+    if y.is_cuda and has_triton():
+        from hadaquant.kernels import columns
+
+        if y.shape[1] in columns.STEPS:
+            divisor, multiplier = grid.divisor(scales), grid.multiplier(scales)
+            return columns.round_columns(y, divisor, multiplier, factor, grid.format)
+    return round_columns_in_torch(y, grid, scales, factor)
+
+
+def round_columns_in_torch(y: Tensor, grid: Grid, scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The same step by step, on any device."""
     divisor, multiplier = grid.divisor(scales), grid.multiplier(scales)
     y = y.expand(len(scales), *y.shape).clone()
     codes = torch.empty(y.shape, dtype=grid.format.element.codes_dtype, device=y.device)
