@@ -26,7 +26,7 @@ def fit_gains_(
     batches: Sequence[Any],
     *,
     steps: int = 100,
-    rate: float = 2e-3,
+    rate: float = 4e-3,
     seed: int = 0,
     forward: Forward = causal_lm,
     progress: Callable[[int, float], None] | None = None,
