@@ -7,7 +7,6 @@ import hadaquant as hq
 from hadaquant import front, layout, reference
 from hadaquant.kernels import rotate as rotate_module
 from hadaquant.kernels import weight_only
-from hadaquant.ops.plan import interpreting
 from hadaquant.rotation import Rotation, parse
 
 FORMATS = ("int8", "nvfp4", "mxfp4", "mxfp4-even")
@@ -19,8 +18,13 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return torch.where(t.isnan(), torch.full_like(t, torch.nan), t).view(torch.int16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rotation", ["none", "sylvester:16", "regular:256", SIGNED], ids=str)
+@pytest.mark.parametrize(("rotation", "dtype"), [
+    ("none", torch.float16),
+    ("sylvester:16", torch.bfloat16),
+    ("sylvester:16", torch.float32),
+    ("regular:256", torch.bfloat16),
+    (SIGNED, torch.bfloat16),
+], ids=str)  # fmt: skip
 def test_rotated_inputs_are_rounded_as_in_the_reference(rotation, dtype, device):
     r = parse(rotation)
     gen = torch.Generator().manual_seed(0)
@@ -60,8 +64,10 @@ def operands(m: int, n: int, k: int, format: str, device: str) -> tuple[torch.Te
     return x.to(device), w.to(device)
 
 
-def weight_mm(x, w, bias, dtype, kernel: str, tile=None) -> torch.Tensor:
-    return weight_only.weight_mm(x, w.codes, w.scales, w.global_scale, w.format, bias, dtype, kernel=kernel, tile=tile)
+def weight_mm(x, w, bias, dtype, kernel: str, tile=None, **how) -> torch.Tensor:
+    return weight_only.weight_mm(
+        x, w.codes, w.scales, w.global_scale, w.format, bias, dtype, kernel=kernel, tile=tile, **how
+    )
 
 
 def assert_close(x, w, bias, dtype, kernel: str, tile=None) -> None:
@@ -80,9 +86,10 @@ def assert_close(x, w, bias, dtype, kernel: str, tile=None) -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 32), (5, 33, 96), (70, 40, 160), (17, 130, 64)], ids=str)
 def test_tiles_are_as_close_as_torchs(shape, format, device):
     x, w = operands(*shape, format, device)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for bias in (None, torch.randn(shape[1], device=device).to(dtype)):
-            assert_close(x, w, bias, dtype, "weight_mm")
+    assert_close(x, w, torch.randn(shape[1], device=device), torch.bfloat16, "weight_mm")
+    if format == "nvfp4":
+        for dtype in (torch.float16, torch.float32):
+            assert_close(x, w, None, dtype, "weight_mm")
 
 
 @pytest.mark.parametrize("format", ["int8", "nvfp4"])
@@ -113,57 +120,3 @@ def test_the_order_of_nibbles_is_that_of_unpacked_weights(m, k, device):
     mine = layout.by_nibble(x).float() @ unpack(w.codes, w.scales, w.format, by_nibble=True).float().T
     plain = x.float() @ unpack(w.codes, w.scales, w.format).float().T
     assert torch.allclose(mine, plain, rtol=1e-5, atol=1e-5)
-
-
-needs_gpu = pytest.mark.skipif(interpreting() or not torch.cuda.is_available(), reason="needs a GPU")
-
-
-def cases(kernel: str):
-    if kernel == "weight_few_rows":
-        return [(1, (8, 16)), (9, (8, 16)), (16, (16, 16)), (15, (16, 32)), (31, (32, 16)), (40, (32, 16))]
-    if kernel == "weight_mm_hopper":
-        return [(1, (16, 128)), (17, (32, 128)), (130, (128, 128)), (300, (256, 128))]
-    return [(1, None), (65, None), (300, None)]
-
-
-@needs_gpu
-@pytest.mark.parametrize("kernel", ["weight_few_rows", "weight_mm_hopper", "weight_unpacked", "weight_mm"])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", [(40, 32), (520, 1056), (4096, 4128)], ids=str)
-def test_each_kernel_on_a_gpu(kernel, format, shape):
-    if kernel in ("weight_few_rows", "weight_mm_hopper") and format == "int8":
-        pytest.skip("it decodes four-bit codes")
-    if kernel == "weight_mm_hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("it is written for sm_90")
-    n, k = shape
-    for m, tile in cases(kernel):
-        x, w = operands(m, n, k, format, "cuda")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 2 if kernel == "weight_mm_hopper" else 3]:
-            for bias in (None, torch.randn(n, device="cuda").to(dtype)):
-                assert_close(x, w, bias, dtype, kernel, tile)
-
-
-@needs_gpu
-@pytest.mark.parametrize("n", [1, 17, 33, 22473])
-def test_s3_odd_numbers_of_outputs(n):
-    assert_close(*operands(2, n, 96, "nvfp4", "cuda"), None, torch.float32, "weight_few_rows", (16, 16))
-
-
-@needs_gpu
-@pytest.mark.parametrize("format", FORMATS)
-def test_a3_a_layer_in_a_cuda_graph(format):
-    linear = torch.nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16)
-    layer = hq.RotatedLinear.from_linear(linear, format, "sylvester:16", activations="full")
-    cpu = hq.RotatedLinear.from_linear(linear.cpu(), format, "sylvester:16", activations="full")
-    for m in (1, 20, 100):
-        x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
-        with torch.no_grad():
-            expected = layer(x)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = layer(x)
-            y.zero_()
-            graph.replay()
-            assert torch.equal(y, expected), layer.explain(m)
-            near = cpu(x.cpu()).float()
-            assert (y.cpu().float() - near).norm() <= 2.0**-8 * near.norm()

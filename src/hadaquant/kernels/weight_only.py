@@ -84,8 +84,10 @@ def of_format(format: Format, has_bias: bool) -> dict[str, Any]:
 
 def config(m: int, format: Format, has_bias: bool) -> dict[str, Any]:
     """Tile, compile-time arguments and launch options of :func:`weight_mm_kernel`."""
-    tile = {"BM": 16 if m <= 16 else 64, "BN": 64, "BK": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 2}
-    return {**of_format(format, has_bias), "BLOCK": format.block or 0, **tile, **OPTIONS}
+    tile = {"BM": 64, "BN": 64, "BK": 64, "num_stages": 2}
+    if m <= 16:  # narrow tiles, which are many, so that more weights are on their way
+        tile = {"BM": 16, "BN": 16, "BK": 128, "num_stages": 4}
+    return {**of_format(format, has_bias), "BLOCK": format.block or 0, **tile, "GROUP_M": 8, "num_warps": 4, **OPTIONS}
 
 
 def finish_config(format: Format, has_bias: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hadaquant.ops.target import Target
 
 #: Most rows for weights decoded in the registers of the matrix units that multiply them.
 FEW_ROWS = 64
-#: The same where the Hopper product can take the rest (measured on an H200).
+#: The same where the Hopper product can take the rest: the faster one with 64 rows (measured on an H200).
 HOPPER_FEW_ROWS = 16
 #: The kernel that reads x in the order of ``layout.by_nibble``.
 BY_NIBBLE = "weight_mm_hopper"
