@@ -19,7 +19,7 @@ import hadaquant as hq
 from hadaquant.checkpoint import quantizer, stream
 from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.contract import Contract
-from hadaquant.errors import CheckpointError
+from hadaquant.errors import CheckpointError, MismatchError
 
 LINEARS = [f"layers.{i}.{name}" for i in range(2) for name in ("up", "down")]
 
@@ -299,3 +299,18 @@ def test_a_gpu_writes_the_same_file(folder, tmp_path, format, layout) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 3000, bias=False))
     hq.quantize_checkpoint(folder({"0.weight": torch.ones(3000, 64)}, name="b"), tmp_path / "b", format, layout=layout)
     assert hq.load(tmp_path / "b", model, device="cuda")(torch.ones(2, 64, device="cuda")).device.type == "cuda"
+
+
+def test_other_tensors_can_be_changed(folder, plain_tensors, tmp_path) -> None:
+    """What is not quantized may be written anew, in its own dtype; nothing else may."""
+    source = folder(plain_tensors)
+    stored = Checkpoint.open(source).tensors
+    name = next(name for name, tensor in stored.items() if len(tensor.shape) == 1)
+    new = torch.arange(stored[name].shape[0], dtype=torch.float64)
+    hq.quantize_checkpoint(source, tmp_path / "out", "int8", codes=lambda _: {name: new})
+    found = read_all(tmp_path / "out")[name]
+    assert found.dtype == stored[name].torch_dtype and torch.equal(found, new.to(found.dtype))
+    for wrong in ({name: new[1:]}, {"nothing": new}, {f"{LINEARS[0]}.weight": torch.ones(1)}):
+        with pytest.raises(MismatchError, match="the shape of"):
+            hq.quantize_checkpoint(source, tmp_path / "no", "int8", codes=lambda _, wrong=wrong: wrong)
+    assert not (tmp_path / "no").exists()

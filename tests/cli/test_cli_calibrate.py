@@ -64,9 +64,30 @@ def test_codes_in_the_folder_are_those_of_the_calibrated_model(folders, tmp_path
         assert torch.equal(stored[name], tensor), name
 
 
+def test_gains_in_the_folder_are_those_of_the_fitted_model(folders, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hadaquant.calibrate import calibrate_, fit_gains_, gains_of, token_batches
+
+    out = tmp_path / "out"
+    result = quantize(folders, out, "--gains", 3, "--calibration", folders / "text.txt")
+    assert result.exit_code == 0, result.stderr
+    assert "over 3 steps" in " ".join(result.stdout.split())
+    model, full = (AutoModelForCausalLM.from_pretrained(folders / "source", dtype=torch.float32) for _ in range(2))
+    tokens = AutoTokenizer.from_pretrained(folders / "source")((folders / "text.txt").read_text())["input_ids"]
+    batches = token_batches(torch.tensor(tokens), 512, 2)
+    calibrate_(model, "mxfp4", "sylvester:32", batches, "rtn")
+    fit_gains_(model, full, batches, steps=3)
+    stored, source = hq.load(out).state_dict(), full.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(stored[name], tensor), name
+    assert all(not torch.equal(stored[name], source[name]) for name in gains_of(full))
+
+
 def test_what_is_asked_must_go_together(folders, tmp_path):
     out = tmp_path / "out"
     assert quantize(folders, out, "--weights", "gptq").exit_code == 2
+    assert quantize(folders, out, "--gains", 3).exit_code == 2
     assert quantize(folders, out, "--calibration", folders / "text.txt").exit_code == 2
     text = ("--calibration", folders / "short.txt")
     assert_error(quantize(folders, out, "--weights", "gptq", *text), "short.txt", "shorter than one window")

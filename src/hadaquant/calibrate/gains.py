@@ -55,7 +55,7 @@ def fit_gains_(
     name = type(model).__name__
     if not batches:
         raise LayerError(layer=name, rule="there are no batches to fit gains on", fix="give token_batches of a text")
-    gains = [p for m in model.modules() if (p := _gain(m)) is not None]
+    gains = list(gains_of(model).values())
     if not gains:
         raise LayerError(layer=name, rule="it has no norm with a gain", fix="leave the gains out")
     # float32 copies, so that small steps are not lost in a short dtype
@@ -84,10 +84,10 @@ def fit_gains_(
     return losses
 
 
-def _gain(module: nn.Module) -> nn.Parameter | None:
-    """The module's gain, if it is a norm."""
-    weight = module._parameters.get("weight")
-    return weight if weight is not None and weight.dim() == 1 and weight.is_floating_point() else None
+def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of one dimension, which are those of norms, by their names in the model."""
+    weights = {f"{name}.weight".lstrip("."): m._parameters.get("weight") for name, m in model.named_modules()}
+    return {n: p for n, p in weights.items() if p is not None and p.dim() == 1 and p.is_floating_point()}
 
 
 class _only:

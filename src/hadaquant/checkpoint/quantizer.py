@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hadaquant._version import __version__
 from hadaquant.checkpoint.atomic import check_new, new_output
@@ -34,8 +35,9 @@ from hadaquant.tensor import QuantizedTensor
 #: ``progress(name, done, total)``: bytes of the source that are done.
 Progress = Callable[[str, int, int], None]
 
-#: ``codes(choices)``: for what each layer is to get, by its name, the quantized weights of some of them.
-Codes = Callable[[Mapping[str, Choice]], Mapping[str, QuantizedTensor]]
+#: ``codes(choices)``: for what each layer is to get, by its name, the quantized weights of some of them; and, by
+#: their names, other tensors of the checkpoint that are to be written in place of the source's.
+Codes = Callable[[Mapping[str, Choice]], Mapping[str, QuantizedTensor | Tensor]]
 
 
 @dataclass
@@ -90,7 +92,7 @@ def quantize_checkpoint(
         layout: ``native`` or ``comfy``.
         device: where the arithmetic runs; the bytes are the same.
         codes: makes better codes than the nearest, such as those of a calibration; a layer it leaves out is
-            rounded to nearest.
+            rounded to nearest. It may change tensors that are not quantized, too.
         progress: called as work goes on.
 
     Raises:
@@ -99,7 +101,8 @@ def quantize_checkpoint(
         PatternError: a skip pattern matches no linear.
         PlanError: the plan is for another model, or a format is given beside it, or neither is.
         UnknownChoice, RotationError: no such format, layout, rotation or device.
-        MismatchError: ``codes`` gave a weight of another format, rotation, shape or scale layout.
+        MismatchError: ``codes`` gave a weight of another format, rotation, shape or scale layout, or a tensor that is
+            not in the checkpoint.
     """
     given, lay, where = _given(format, rotation, plan), get_layout(layout), _device(device)
     check_activations(activations)
@@ -116,8 +119,7 @@ def quantize_checkpoint(
     if not jobs:
         reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in report.kept[:8])
         raise CheckpointError(path=source, rule=f"holds no linear to quantize ({reasons})", fix="see the reasons")
-    if codes is not None:
-        jobs = _with_codes(jobs, codes)
+    jobs, changed = (jobs, {}) if codes is None else _with_codes(checkpoint, jobs, codes)
     record = Record(
         tool=__version__,
         layout=lay.name,
@@ -130,7 +132,7 @@ def quantize_checkpoint(
     with new_output(out) as temporary:
         parts = _parts(checkpoint, temporary, single=out.suffix == SUFFIX)
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        run = _Run(jobs, record, lay, where, report, total, progress)
+        run = _Run(jobs, changed, record, lay, where, report, total, progress)
         for path, tensors, metadata in parts:
             run.write(path, tensors, metadata)
         report.file_bytes_after = sum(path.stat().st_size for path, _, _ in parts)
@@ -207,15 +209,27 @@ def _choice_for(
     return (None if fitted is None else Choice(given.format, fitted)), note
 
 
-def _with_codes(jobs: dict[str, WeightJob], codes: Codes) -> dict[str, WeightJob]:
-    found = codes({job.layer: Choice(job.format, job.rotation) for job in jobs.values()})
+def _with_codes(
+    checkpoint: Checkpoint, jobs: dict[str, WeightJob], codes: Codes
+) -> tuple[dict[str, WeightJob], dict[str, Tensor]]:
+    """Jobs with their codes, and the other tensors that have changed."""
+    given_all = codes({job.layer: Choice(job.format, job.rotation) for job in jobs.values()})
+    found = {name: q for name, q in given_all.items() if isinstance(q, QuantizedTensor)}
+    changed: dict[str, Tensor] = {}
+    for name, tensor in given_all.items():
+        if isinstance(tensor, Tensor):
+            stored = None if name in jobs else checkpoint.tensors.get(name)
+            if stored is None or stored.shape != tuple(tensor.shape):
+                shape = "none" if stored is None else stored.shape
+                raise MismatchError(what=f"the shape of {name}", found=tuple(tensor.shape), expected=shape)
+            changed[name] = tensor.to(stored.torch_dtype)
     for job in jobs.values():
         q = found.get(job.layer)
         given = None if q is None else (q.format, q.rotation.to("cpu"), tuple(q.shape), q.scale_layout)
         wanted = (job.format, job.rotation, job.weight.shape, "linear")
         if given is not None and given != wanted:
             raise MismatchError(what=f"the codes of {job.layer}", found=given, expected=wanted)
-    return {name: replace(job, quantized=found.get(job.layer)) for name, job in jobs.items()}
+    return {name: replace(job, quantized=found.get(job.layer)) for name, job in jobs.items()}, changed
 
 
 _Part = tuple[Path, dict[str, StoredTensor], dict[str, str]]
@@ -240,6 +254,7 @@ class _Run:
     """One run of the quantizer: what all its files share."""
 
     jobs: dict[str, WeightJob]
+    changed: dict[str, Tensor]
     record: Record
     layout: Layout
     device: torch.device
@@ -263,7 +278,10 @@ class _Run:
         header = metadata | self.layout.metadata(part) | {METADATA_KEY: part.to_json()}
         with SafetensorsWriter(path, specs, header) as writer:
             for name, stored in copied.items():
-                writer.copy(name, stored)
+                if name in self.changed:
+                    writer.write(name, self.changed[name])
+                else:
+                    writer.copy(name, stored)
                 self.advance(name, stored.nbytes)
             for name, job in jobs.items():
                 error = job.write(writer, self.layout, self.device, functools.partial(self.advance, name))

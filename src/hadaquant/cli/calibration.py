@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hadaquant.calibrate import CalibratedLayer, Recipe, calibrate_, token_batches
+from torch import Tensor, nn
+
+from hadaquant.calibrate import CalibratedLayer, Recipe, calibrate_, fit_gains_, gains_of, token_batches
 from hadaquant.checkpoint import hf
 from hadaquant.checkpoint.model_plan import Choice
+from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import LayerError
 from hadaquant.nn import Report, RotatedLinear
 from hadaquant.study.models import ModelFolder
@@ -28,6 +31,7 @@ class Calibration:
         windows: of the text, spread over it; fewer if it holds fewer.
         device: where each block is calibrated.
         activations: what the blocks before one are run with, ``coded`` or ``full``.
+        gains: steps that the norms' gains are fitted for, see :func:`hadaquant.calibrate.fit_gains_`.
         progress: told of each layer that is done.
 
     Raises:
@@ -43,17 +47,19 @@ class Calibration:
         windows: int,
         device: str,
         activations: str,
+        gains: int = 0,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.recipe, self.device, self.progress = Recipe(method=method), device, progress
-        self.activations = activations
+        self.activations, self.gains = activations, gains
+        self.losses: list[float] = []
         self.folder = ModelFolder.open(Path(source))
         ids = read_tokens(text, self.folder.tokenizer(), WINDOW)
         self.batches = token_batches(ids, WINDOW, windows, BATCH)
         self.report = Report()
 
-    def __call__(self, choices: Mapping[str, Choice]) -> dict[str, QuantizedTensor]:
-        """Quantized weights by their layer's name in the checkpoint, as ``quantize_checkpoint`` asks for them.
+    def __call__(self, choices: Mapping[str, Choice]) -> dict[str, QuantizedTensor | Tensor]:
+        """Quantized weights and gains by their names in the checkpoint, as ``quantize_checkpoint`` asks for them.
 
         Raises:
             LayerError: transformers merges or splits a layer's weight when it loads the model; or see
@@ -83,12 +89,28 @@ class Calibration:
             device=self.device,
             progress=self.progress,
         )
+        gains = self._fitted(model) if self.gains else {}
         modules = {layer: model.get_submodule(target) for layer, target in targets.items()}
-        return {
-            layer: module.quantized_weight().to("cpu")
-            for layer, module in modules.items()
-            if isinstance(module, RotatedLinear)
-        }
+        weights = {n: m.quantized_weight().to("cpu") for n, m in modules.items() if isinstance(m, RotatedLinear)}
+        return {**weights, **gains}
+
+    def _fitted(self, model: nn.Module) -> dict[str, Tensor]:
+        """Fit the gains of a quantized model; they, by their names in the checkpoint."""
+        stored = hf.model_names(model, Checkpoint.open(self.folder.path).tensors)
+        there = {target: name for name, target in stored.items() if target is not None}
+        missing = sorted(gains_of(model).keys() - there.keys())
+        if missing:
+            rule = "transformers computes its gain from other tensors, so a fitted one has no place in the checkpoint"
+            raise LayerError(layer=missing[0], rule=rule, fix="leave --gains out")
+        model, full = model.to(self.device), self.folder.load().to(self.device)
+        batches = [window[None].to(self.device) for batch in self.batches for window in batch]
+
+        def progress(step: int, _: float) -> None:
+            if self.progress is not None:
+                self.progress("gains", step + 1, self.gains)
+
+        self.losses = fit_gains_(model, full, batches, steps=self.gains, progress=progress)
+        return {there[name]: gain.detach().to("cpu") for name, gain in gains_of(model).items()}
 
     def summary(self) -> str:
         """One line: what the text was and what the calibration gained."""
@@ -96,10 +118,14 @@ class Calibration:
         errors = [(m.output_error, m.nearest_error) for m in layers if m.output_error is not None]
         windows = len(self.batches) * self.batches[0].shape[0]
         text = f"{self.recipe.method} on {windows} windows of {WINDOW} tokens"
-        if not errors:
-            return text
-        found, nearest = (sum(e or 0.0 for e in column) / len(errors) for column in zip(*errors, strict=True))
-        return f"{text}: mean error of the outputs {found:.4f}, rounded to nearest {nearest:.4f}"
+        if errors:
+            found, nearest = (sum(e or 0.0 for e in column) / len(errors) for column in zip(*errors, strict=True))
+            text += f": mean error of the outputs {found:.4f}, rounded to nearest {nearest:.4f}"
+        if self.losses:
+            part = -(-len(self.losses) // 4)
+            first, last = (sum(losses) / part for losses in (self.losses[:part], self.losses[-part:]))
+            text += f"; gains: KL from the full model {first:.4f} → {last:.4f} over {len(self.losses)} steps"
+        return text
 
     def warnings(self) -> list[str]:
         """Layers that could not be calibrated as asked, each with the reason."""

@@ -45,6 +45,9 @@ def quantize(
         None, metavar="TEXT", help="UTF-8 text that the model is run on. Never one that it is evaluated on."
     ),
     windows: int = typer.Option(64, min=1, help="Windows of 512 tokens of the calibration text."),
+    gains: int = typer.Option(
+        0, min=0, metavar="STEPS", help="Fit the norms' gains to the full model on the calibration text; 48 is enough."
+    ),
     activations: str = typer.Option(
         "coded", help="coded, in the weights' format too; or full: 16 bits, weights alone are quantized."
     ),
@@ -64,8 +67,8 @@ def quantize(
         raise typer.BadParameter("give --format and --rotation, or --plan")
     if plan is not None and rotation is not None:
         raise typer.BadParameter("--plan says the rotations; leave --rotation out")
-    if (weights == "rtn") != (calibration is None):
-        raise typer.BadParameter("--weights other than rtn and --calibration TEXT go together")
+    if (weights == "rtn" and not gains) != (calibration is None):
+        raise typer.BadParameter("--weights other than rtn, or --gains, and --calibration TEXT go together")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise CheckpointError(path=json_file, rule="its parent folder does not exist", fix="create it first")
     with (
@@ -86,11 +89,11 @@ def quantize(
             bar.update(task, description=number_free(name), completed=done, total=total)
 
         def calibrated(name: str, done: int, total: int) -> None:
-            bar.update(task, description=f"calibrating {number_free(name)}, {done} of {total} layers", total=None)
+            bar.update(task, description=f"calibrating {number_free(name)}, {done} of {total}", total=None)
 
         better = None
         if calibration is not None:
-            better = Calibration(source, calibration, weights, windows, device, activations, calibrated)
+            better = Calibration(source, calibration, weights, windows, device, activations, gains, calibrated)
         report = quantize_checkpoint(
             source,
             out,
