@@ -32,7 +32,7 @@ from hadaquant.study.perplexity import Perplexity, perplexity, read_tokens
 WINDOW = 512
 SKIP = ("lm_head",)
 #: Windows a step, and steps, of the norms' gains.
-GAINS_BATCH, GAINS_STEPS = 2, 64
+GAINS_BATCH, GAINS_STEPS = 1, 48
 
 
 @dataclass(frozen=True, kw_only=True)
