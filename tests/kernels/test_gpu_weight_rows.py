@@ -10,16 +10,22 @@ from .test_weight_only import assert_close, operands
 
 pytestmark = pytest.mark.skipif(interpreting() or not torch.cuda.is_available(), reason="needs a GPU")
 
-#: Rows of x, and the tile.
-CASES = [(1, (8, 16)), (11, (8, 16)), (16, (16, 16)), (15, (16, 32)), (40, (32, 16))]
+#: Rows of x, N, K and the tile.
+CASES = [
+    (1, 4096, 4096, (8, 16)),
+    (2, 40, 32, (8, 16)),
+    (11, 520, 1056, (8, 16)),
+    (16, 520, 1056, (16, 16)),
+    (15, 520, 1056, (16, 32)),
+    (40, 520, 1056, (32, 16)),
+]
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_every_tile(format):
-    for n, k in ((40, 32), (520, 1056), (4096, 4096)):
-        for m, tile in CASES:
-            x, w = operands(m, n, k, format, "cuda")
-            assert_close(x, w, None, torch.bfloat16, "weight_few_rows", tile)
+    for m, n, k, tile in CASES:
+        x, w = operands(m, n, k, format, "cuda")
+        assert_close(x, w, None, torch.bfloat16, "weight_few_rows", tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -108,15 +108,3 @@ def test_a_nan_stays_in_its_row_and_its_column(format, device):
     keep = torch.ones_like(y, dtype=torch.bool)
     keep[1], keep[:, 7] = False, False
     assert torch.equal(y[keep], clean[keep])
-
-
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("k", [128, 384])
-def test_the_order_of_nibbles_is_that_of_unpacked_weights(m, k, device):
-    """Both sides of the Hopper product change the order of K in the same way."""
-    from hadaquant.kernels.gemm_fp4 import unpack
-
-    x, w = operands(m, 8, k, "nvfp4", device)
-    mine = layout.by_nibble(x).float() @ unpack(w.codes, w.scales, w.format, by_nibble=True).float().T
-    plain = x.float() @ unpack(w.codes, w.scales, w.format).float().T
-    assert torch.allclose(mine, plain, rtol=1e-5, atol=1e-5)
