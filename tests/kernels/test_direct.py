@@ -16,20 +16,55 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 K, N = 1024, 1544
 
 
-def layer_of(bias: bool = True, rotation: str | hq.Rotation = "regular:256", dtype: torch.dtype = torch.bfloat16):
+def layer_of(
+    bias: bool = True,
+    rotation: str | hq.Rotation = "regular:256",
+    dtype: torch.dtype = torch.bfloat16,
+    format: str = "int8",
+    g: float | None = None,
+):
     torch.manual_seed(0)
     linear = nn.Linear(K, N, bias=bias, dtype=dtype, device="cuda")
-    return hq.RotatedLinear.from_linear(linear, "int8", rotation).requires_grad_(False)
+    return hq.RotatedLinear.from_linear(linear, format, rotation, input_global_scale=g).requires_grad_(False)
 
 
 def by_ops(layer: hq.RotatedLinear, x: torch.Tensor) -> torch.Tensor:
     codes, scales, g = layer._quantize_input(x, NONE)
     w = (layer.codes, layer.scales, layer.global_scale, layer.bias)
-    return torch.ops.hadaquant.scaled_mm(codes, scales, g, *w, "int8", x.dtype, layer.backend)
+    return torch.ops.hadaquant.scaled_mm(codes, scales, g, *w, layer.format.name, x.dtype, layer.backend)
 
 
 def directly(layer: hq.RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
-    return direct.direct_linear(x, layer._parameters, "int8", layer.rotation_spec, layer.backend, x.dtype)
+    name = layer.format.name
+    return direct.direct_linear(x, layer._parameters, name, layer.rotation_spec, layer.backend, x.dtype)
+
+
+#: Format, rotation, given global scale of x.
+FP4 = [("nvfp4", "sylvester:16", 0.004), ("nvfp4", "none", None), ("mxfp4", "regular:64", None)]
+
+
+@pytest.mark.parametrize(("format", "rotation", "g"), FP4)
+def test_fp4_same_bits_at_any_number_of_rows(format, rotation, g):
+    layer = layer_of(True, rotation, format=format, g=g)
+    for m in (1, 4, 9, 64, 300, 1100):
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        x[m // 2, 5] = torch.nan
+        y, other = directly(layer, x), by_ops(layer, x)
+        assert y is not None
+        assert torch.equal(y.isnan(), other.isnan())
+        assert torch.equal(y.nan_to_num(), other.nan_to_num())
+        assert torch.equal(layer(x).nan_to_num(), y.nan_to_num())
+
+
+def test_fp4_in_a_graph():
+    layer, x = layer_of(format="nvfp4", rotation="sylvester:16"), torch.randn(64, K, device="cuda").bfloat16()
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, by_ops(layer, x))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -100,14 +135,17 @@ def test_in_a_graph():
     assert torch.equal(y, by_ops(layer, x))
 
 
-def test_weights_quantized_in_the_launch_before():
+@pytest.mark.parametrize(("format", "m"), [("int8", 1), ("mxfp4", 1), ("mxfp4", 16), ("mxfp4", 128)])
+def test_weights_quantized_in_the_launch_before(format, m):
     # launches overlap, yet nothing may read a weight before the kernel that writes it is done
-    x, w = (torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for m in (1, 4096))
-    qx, qw = (hq.quantize(t.cpu(), "int8", rotation="regular:256") for t in (x, w))
-    expected = hq.scaled_mm(qx, qw)
+    x, w = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (m, 4096))
+    rotation = "regular:256" if format == "int8" else "regular:16"
+    qx, qw = (hq.quantize(t, format, rotation=rotation) for t in (x, w))
+    torch.cuda.synchronize()
+    expected = hq.scaled_mm(qx, qw).cpu()
     found = []
     for _ in range(50):
-        qx, qw = (hq.quantize(t, "int8", rotation="regular:256") for t in (x, w))
+        qx, qw = (hq.quantize(t, format, rotation=rotation) for t in (x, w))
         found.append(hq.scaled_mm(qx, qw))
         qw.codes.zero_()  # the next weight gets this memory
     assert all(torch.equal(y.cpu(), expected) for y in found)

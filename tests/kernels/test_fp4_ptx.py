@@ -57,10 +57,11 @@ def bf16(bits: int) -> float:
 @pytest.mark.parametrize(
     ("rule", "scale_of", "lift"), [("e4m3_global", decode_e4m3, -7), ("e8m0_floor", decode_e8m0, 0)]
 )
-def test_every_code_times_every_scale(rule, scale_of, lift):
+@pytest.mark.parametrize("sliced", [False, True])
+def test_every_code_times_every_scale(rule, scale_of, lift, sliced):
     """Exact, or the interpreted PTX fails; NaN where the scale is."""
     load, pair = gemm_fp4_small._load_asm(rule), fp4_words._scales_asm(rule)
-    nibbles = [fp4_words._decode_asm(rule, i) for i in range(8)]
+    nibbles = [fp4_words._decode_asm(rule, i, sliced) for i in range(8)]
     for first in range(0, 128 if rule == "e4m3_global" else 254, 2):
         stored = run(load, {4: 0}, 4, bytes([first, first + 1]))
         assert stored == ([first, first, first + 1, first + 1] if rule == "e4m3_global" else [first] * 4)
@@ -74,4 +75,5 @@ def test_every_code_times_every_scale(rule, scale_of, lift):
                 if scale != scale:
                     assert found == NAN
                 else:
-                    assert bf16(found) == E2M1.values[codes[j + n][i]] * scale * 2.0**lift
+                    code = codes[j + i // 4][i % 4 + 4 * n] if sliced else codes[j + n][i]
+                    assert bf16(found) == E2M1.values[code] * scale * 2.0**lift

@@ -1,11 +1,12 @@
-"""bfloat16 copies of FP4 operands, in their own order and in that of their words' nibbles: exact, all of it written."""
+"""bfloat16 copies of FP4 operands, in their own order and in those of the products: exact, all of it written."""
 
 import pytest
 import torch
 
 import hadaquant as hq
 from hadaquant import reference
-from hadaquant.kernels.gemm_fp4 import SPAN, through_bfloat16, unpack
+from hadaquant.kernels.gemm_fp4 import interleaved, through_bfloat16, unpack, unpack_words
+from hadaquant.layout import NIBBLE_SPAN, by_nibble
 
 SHAPES = [(1, 32), (3, 96), (9, 256), (5, 1056)]
 
@@ -19,17 +20,19 @@ def test_unpacked_values_are_exact(format, shape, device):
     assert torch.equal(found.float(), expected)
 
 
+def test_interleaved_columns():
+    assert interleaved(torch.arange(16)[None]).tolist() == [[0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]]
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_nibble_i_of_word_c_comes_in_column_16_i_plus_c(format, shape, device):
+def test_values_in_the_orders_of_the_products(format, shape, device):
     q = hq.quantize(torch.randn(shape), format, backend="reference")
-    m, k = shape
-    spans = -(-k // SPAN)
-    padded = torch.zeros(m, spans * SPAN)
-    padded[:, :k] = reference._scaled_codes(q.codes, q.scales, q.format)
-    expected = padded.view(m, spans, 16, 8).transpose(2, 3).reshape(m, -1)
-    found = unpack(q.codes.to(device), q.scales.to(device), q.format, by_nibble=True).cpu()
-    assert torch.equal(found.float(), expected)
+    values = reference._scaled_codes(q.codes, q.scales, q.format)
+    codes, scales = q.codes.to(device), q.scales.to(device)
+    assert torch.equal(unpack_words(codes, scales, q.format, by_nibble=False).cpu().float(), interleaved(values))
+    padded = by_nibble(torch.nn.functional.pad(values, (0, -shape[1] % NIBBLE_SPAN)))
+    assert torch.equal(unpack_words(codes, scales, q.format, by_nibble=True).cpu().float(), padded)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -37,8 +40,9 @@ def test_a_nan_scale_gives_nan(format, device):
     x = torch.randn(4, 64)
     x[2, 40] = torch.nan
     q = hq.quantize(x, format, backend="reference")
-    for by_nibble in (False, True):
-        found = unpack(q.codes.to(device), q.scales.to(device), q.format, by_nibble).cpu()
+    codes, scales = q.codes.to(device), q.scales.to(device)
+    for copy in (unpack(codes, scales, q.format), *(unpack_words(codes, scales, q.format, o) for o in (False, True))):
+        found = copy.cpu()
         assert found.isnan().any(1).tolist() == [False, False, True, False]
         assert int(found.isnan().sum()) == q.format.block
 

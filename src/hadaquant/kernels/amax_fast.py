@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.kernels.hadamard import constants
-from hadaquant.kernels.numerics import E2M1_MAX, E4M3_MAX, FP32_INF_BITS, bits, from_bits, magnitude_bits
+from hadaquant.kernels.numerics import FP32_INF_BITS, bits, from_bits, global_scale_of, magnitude_bits
 from hadaquant.kernels.runtime import OPTIONS, Launch, given, multiprocessors, on
 from hadaquant.kernels.units import largest_magnitude, load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
@@ -83,8 +83,7 @@ def amax_fast_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["amax_ptr"])
 def global_scale_kernel(amax_ptr, global_ptr):
-    g = tl.div_rn(tl.div_rn(tl.load(amax_ptr), E2M1_MAX), E4M3_MAX)
-    tl.store(global_ptr, tl.where(g == 0.0, 1.0, g))
+    tl.store(global_ptr, global_scale_of(tl.load(amax_ptr)))
 
 
 WARPS, EACH = 4, 2
@@ -103,6 +102,11 @@ def config(rotation: Rotation) -> dict[str, Any]:
     }
 
 
+def programs_of(launch: Launch, steps: int, config: dict[str, Any]) -> int:
+    """How many programs share the steps: as many as the device holds at once, if there are as many."""
+    return min(multiprocessors(launch.device) * launch.occupancy, triton.cdiv(steps, config["EACH"]))
+
+
 def amax(x: Tensor, rotation: Rotation) -> Tensor:
     """float32 scalar: largest finite magnitude of the rotated x, contiguous; 0 if there is none."""
     if x.data_ptr() % 16:
@@ -117,8 +121,7 @@ def amax(x: Tensor, rotation: Rotation) -> Tensor:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(amax_fast_kernel, arguments, compiled, x.device)
-        programs = min(multiprocessors(x.device) * launch.occupancy, triton.cdiv(steps, compiled["EACH"]))
-        launch((programs, 1, 1), *arguments)
+        launch((programs_of(launch, steps, compiled), 1, 1), *arguments)
     return found.view(torch.float32)
 
 

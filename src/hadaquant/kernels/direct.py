@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -52,10 +53,13 @@ class DirectLinear:
         self._grid = self._quantize.grid_of(m)
         self._product = _PRODUCTS[kernel](shape, dtypes[1], dtypes[2], device, tile)
 
-    def __call__(
-        self, x: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, signs: Tensor | None, shape: tuple[int, ...]
-    ) -> Tensor:
-        """y of a shape that holds M rows. All tensors contiguous, on 16-byte boundaries, on the device."""
+    def __call__(self, x: Tensor, tensors: tuple[Any, ...], shape: tuple[int, ...]) -> Tensor:
+        """y of a shape that holds M rows. All tensors contiguous, on 16-byte boundaries, on the device.
+
+        Args:
+            tensors: w, its scales, twice None for the global scales other formats have, the bias and signs or None.
+        """
+        w, sw, _, _, bias, signs = tensors
         held = torch.empty(self._scales_at + 4 * self._m, dtype=torch.uint8, device=self._device)
         y = torch.empty(shape, dtype=self._dtype, device=self._device)
         source, codes = x.data_ptr(), held.data_ptr()
@@ -151,5 +155,3 @@ _PRODUCTS: dict[str, Callable[..., Product]] = {
     "int8_mm": _mm,
     "int8_mm_hopper": _hopper,
 }
-#: Kernels of a product that can be called so.
-PRODUCTS = frozenset(_PRODUCTS)

@@ -88,11 +88,16 @@ def _scales_asm(rule):
 
 
 @gluon.constexpr_function
-def _decode_asm(rule, i):
-    """Nibble i of two words, and their scales -> two bfloat16: code · scale, for E4M3 times 2**-7."""
-    half, q = ("0x5410", i) if i < 4 else ("0x7632", i - 4)
+def _decode_asm(rule, i, sliced):
+    """Two codes of two words, and the words' scales -> two bfloat16: code · scale, for E4M3 times 2**-7.
+
+    Nibble i of each word; or, ``sliced``, nibbles i and i + 4 of the first, for i >= 4 nibbles i - 4 and i of the
+    second: both halves of a register then come from one word by the same shifts.
+    """
+    q, half = i % 4, ("0x5410" if i < 4 else "0x7632")
     text = "{ .reg .b32 a, b, t, up, nz; mov.b32 up, 0x7E807E80; mov.b32 nz, 0x80008000; "
-    text += f"prmt.b32 t, $1, $2, {half}; shl.b32 a, t, {12 - 4 * q}; "
+    text += f"mov.b32 t, {'$1' if i < 4 else '$2'}; " if sliced else f"prmt.b32 t, $1, $2, {half}; "
+    text += f"shl.b32 a, t, {12 - 4 * q}; "
     text += f"shl.b32 b, t, {6 - 4 * q}; " if q < 2 else f"shr.u32 b, t, {4 * q - 6}; "
     text += "and.b32 a, a, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 a, a, b; "
     if rule != "e4m3_global":
@@ -110,5 +115,13 @@ def paired_scales(byte, RULE: gl.constexpr):
 def decode_nibble(words, scales, RULE: gl.constexpr, i: gl.constexpr):
     """Nibble i of each word times its scale in bfloat16, exact; for E4M3 times 2**-7."""
     return gl.inline_asm_elementwise(
-        _decode_asm(RULE, i), "=r,r,r,r,r", [words, scales], dtype=gl.bfloat16, is_pure=True, pack=2
+        _decode_asm(RULE, i, False), "=r,r,r,r,r", [words, scales], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def decode_slice(words, scales, RULE: gl.constexpr, i: gl.constexpr):
+    """As :func:`decode_nibble`, of codes in the order of ``gemm_fp4.interleaved``: one instruction of six less."""
+    return gl.inline_asm_elementwise(
+        _decode_asm(RULE, i, True), "=r,r,r,r,r", [words, scales], dtype=gl.bfloat16, is_pure=True, pack=2
     )

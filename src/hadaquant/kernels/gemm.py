@@ -193,17 +193,19 @@ def scaled_mm(
             int8_mm_kernel[grid](
                 x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
             )
-    elif kernel in ("fp4_gemv", "fp4_few_rows", "fp4_mm_hopper", "fp4_unpacked"):
+    elif kernel != "fp4_mm":
         from hadaquant.kernels.gemm_fp4 import through_bfloat16
         from hadaquant.kernels.gemm_fp4_hopper import fp4_mm
         from hadaquant.kernels.gemm_fp4_small import few_rows, gemv
+        from hadaquant.kernels.gemm_fp4_values import value_rows
 
         x, sx, w, sw = (aligned(t) for t in (x, sx, w, sw))
         operands = (x, sx, x_global, w, sw, w_global, bias, y, format)
         if kernel in ("fp4_gemv", "fp4_unpacked"):
             (gemv if kernel == "fp4_gemv" else through_bfloat16)(*operands)
         else:
-            (few_rows if kernel == "fp4_few_rows" else fp4_mm)(*operands, tile or (256, 128))
+            of_tiles = {"fp4_value_rows": value_rows, "fp4_few_rows": few_rows, "fp4_mm_hopper": fp4_mm}
+            of_tiles[kernel](*operands, tile or (256, 128))
     else:
         config = fp4_config(m, format)
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)

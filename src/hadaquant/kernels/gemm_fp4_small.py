@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
-from hadaquant.kernels.fp4_words import decode_nibble, dot_codes, paired_scales, unpack_codes, wide_scale
+from hadaquant.kernels.fp4_words import decode_slice, dot_codes, paired_scales, unpack_codes, wide_scale
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 #: Warps of a program of ``few_rows``, each with its slices of K, and words of eight codes of one such slice, for
@@ -27,9 +27,6 @@ from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, over
 SLICES_AND_WORDS: dict[tuple[int, int], tuple[int, int]] = {
     (16, 16): (8, 32),
     (16, 32): (4, 16),
-    (32, 16): (4, 16),
-    (32, 32): (4, 16),
-    (64, 16): (4, 16),
 }
 #: Weight rows, units and warps of a program of ``gemv`` for each number of x rows. Measured on an H200.
 _GEMV: dict[int, tuple[int, int, int]] = {1: (8, 256, 4), 2: (4, 256, 4), 3: (8, 128, 2), 4: (8, 128, 2)}
@@ -55,7 +52,7 @@ def _load_scales(addresses, RULE: gl.constexpr, PURE: gl.constexpr):
 def gemv_kernel(
     x_ptr, sx_ptr, gx_ptr, w_ptr, sw_ptr, gw_ptr, bias_ptr, y_ptr, N, K32,
     M: gl.constexpr, BLOCK: gl.constexpr, RULE: gl.constexpr, HAS_GLOBAL: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BN: gl.constexpr, UNITS: gl.constexpr, OVERLAP: gl.constexpr,
+    BN: gl.constexpr, UNITS: gl.constexpr, OVERLAP: gl.constexpr, AT_REST: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, gl.num_warps()], [1, 0])
     units = K32 * 2
@@ -66,7 +63,8 @@ def gemv_kernel(
     x_units = x_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
+        if not AT_REST:
+            gdc_wait()
     # E4M3 scales come 2**-120 too small; codes come doubled
     LIFT: gl.constexpr = 2.0**116 if RULE == "e4m3_global" else 1.0
     REST: gl.constexpr = 64.0 if RULE == "e4m3_global" else 0.25
@@ -80,6 +78,8 @@ def gemv_kernel(
         b = u * 16 // BLOCK
         sw = gl.load(sw_ptr + column.to(gl.int64)[:, None] * blocks + b[None, :], mask=inside, other=0)
         sw = wide_scale(sw, RULE)
+        if AT_REST:
+            gdc_wait()
         new = ()
         for m in gl.static_range(M):
             x = gl.load(x_units + m * units + u[None, :], mask=(u < units)[None, :], other=0)
@@ -102,6 +102,7 @@ def few_rows_kernel(
     x_ptr, sx_ptr, gx_ptr, w_ptr, sw_ptr, gw_ptr, bias_ptr, y_ptr, M, N, K32,
     BLOCK: gl.constexpr, RULE: gl.constexpr, HAS_GLOBAL: gl.constexpr, HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, WORDS: gl.constexpr, SLICES: gl.constexpr, OVERLAP: gl.constexpr,
+    AT_REST: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, 1, 1], instr_shape=[1, 16, 8])
     xl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -123,10 +124,13 @@ def few_rows_kernel(
     acc = gl.zeros((SLICES, BM, BN), gl.float32, mma)
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
+        if not AT_REST:
+            gdc_wait()
     STEP: gl.constexpr = SLICES * WORDS
     w = gl.load(w_words + wk, mask=(column < N) & (wk < words), other=0)
     sw = _load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
+    if AT_REST:
+        gdc_wait()
     x = gl.load(x_words + xk, mask=(row < M) & (xk < words), other=0)
     sx = _load_scales(x_scales + gl.minimum(xk, words - 4) // 4 * EACH, RULE, False)
     for k in range(STEP, words + STEP, STEP):
@@ -137,7 +141,7 @@ def few_rows_kernel(
         next_sx = _load_scales(x_scales + gl.minimum(k + xk, words - 4) // 4 * EACH, RULE, False)
         sx, sw = paired_scales(sx, RULE), paired_scales(sw, RULE)
         for i in gl.static_range(8):
-            acc = mma_v2(decode_nibble(x, sx, RULE, i), decode_nibble(w, sw, RULE, i), acc)
+            acc = mma_v2(decode_slice(x, sx, RULE, i), decode_slice(w, sw, RULE, i), acc)
         w, sw, x, sx = next_w, next_sw, next_x, next_sx
     out: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [SLICES, 1], [1, 0])
     y = gl.convert_layout(gl.sum(acc, 0), out)
@@ -152,18 +156,30 @@ def few_rows_kernel(
     gl.store(y_ptr + rows[:, None] * N + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def gemv_config(m: int, format: Format, has_bias: bool, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments and launch options of :func:`gemv_kernel`."""
+def gemv_config(m: int, format: Format, has_bias: bool, overlap: bool, at_rest: bool = False) -> dict[str, Any]:
+    """Compile-time arguments and launch options of :func:`gemv_kernel`.
+
+    ``at_rest``: the kernel ahead does not write the weights, and all before that one are done.
+    """
     rows, units, warps = _GEMV[m]
-    shape = {"BN": rows, "UNITS": units, "OVERLAP": overlap, "num_warps": warps}
+    shape = {"BN": rows, "UNITS": units, **_launch(overlap, at_rest), "num_warps": warps}
     return {"M": m, **_of_format(format, has_bias), **shape, **OPTIONS}
 
 
-def few_rows_config(tile: tuple[int, int], format: Format, has_bias: bool, overlap: bool) -> dict[str, Any]:
-    """Compile-time arguments and launch options of :func:`few_rows_kernel` for a tile of x rows and weight rows."""
+def few_rows_config(
+    tile: tuple[int, int], format: Format, has_bias: bool, overlap: bool, at_rest: bool = False
+) -> dict[str, Any]:
+    """Compile-time arguments and launch options of :func:`few_rows_kernel` for a tile of x rows and weight rows.
+
+    ``at_rest`` as in :func:`gemv_config`.
+    """
     slices, words = SLICES_AND_WORDS[tile]
-    shape = {"BM": tile[0], "BN": tile[1], "WORDS": words, "SLICES": slices, "OVERLAP": overlap, "num_warps": slices}
-    return {**_of_format(format, has_bias), **shape, **OPTIONS}
+    shape = {"BM": tile[0], "BN": tile[1], "WORDS": words, "SLICES": slices, "num_warps": slices}
+    return {**_of_format(format, has_bias), **shape, **_launch(overlap, at_rest), **OPTIONS}
+
+
+def _launch(overlap: bool, at_rest: bool) -> dict[str, bool]:
+    return {"OVERLAP": overlap, "AT_REST": overlap and at_rest}
 
 
 def _of_format(format: Format, has_bias: bool) -> dict[str, Any]:

@@ -114,6 +114,13 @@ def decode_e8m0(byte):
 
 
 @triton.jit
+def global_scale_of(amax):
+    """NVFP4's global multiplier (amax / 6) / 448; 1.0 where that is 0."""
+    g = tl.div_rn(tl.div_rn(amax, E2M1_MAX), E4M3_MAX)
+    return tl.where(g == 0.0, 1.0, g)
+
+
+@triton.jit
 def choose(amax_bits, g, RULE: tl.constexpr):
     """Stored scale of each block: int32 byte, or float32 for ``absmax``."""
     bad = amax_bits >= FP32_INF_BITS

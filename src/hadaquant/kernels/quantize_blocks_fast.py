@@ -20,7 +20,7 @@ from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
 from hadaquant.front import NONE
 from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants
-from hadaquant.kernels.numerics import FP32_INF_BITS, bits
+from hadaquant.kernels.numerics import FP32_INF_BITS, bits, global_scale_of
 from hadaquant.kernels.quantize import quantize_units
 from hadaquant.kernels.quotients import (
     LARGEST_BITS,
@@ -31,7 +31,7 @@ from hadaquant.kernels.quotients import (
     nvfp4_block,
     reciprocal,
 )
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
 from hadaquant.kernels.units import load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -43,8 +43,8 @@ def _wide(low, high):
 
 
 @triton.jit
-def _store_codes(codes_ptr, unit, words):
-    """A unit's code words, 16 bytes a store where it has as many."""
+def store_words(codes_ptr, unit, words):
+    """A unit's words, 16 bytes a store where it has as many."""
     where = codes_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + unit * (len(words) // 2)
     if len(words) == 2:
         tl.store(where, _wide(words[0], words[1]))
@@ -94,6 +94,21 @@ def _owned(first, skip, units, rows, units_in_row, N: tl.constexpr, ACROSS: tl.c
         return unit, unit, n >= 0
 
 
+#: Floats between the largest magnitude and the global scale that is made of it.
+CELL = tl.constexpr(4)
+
+
+@triton.jit
+def opened(global_ptr, DYNAMIC: tl.constexpr):
+    """The global scale; if DYNAMIC, made of the largest magnitude that lies there, and left CELL floats further on."""
+    g = tl.load(global_ptr)
+    if DYNAMIC:
+        g = global_scale_of(g)
+        if tl.program_id(0) == 0:
+            tl.store(global_ptr + CELL, g)
+    return g
+
+
 @triton.jit(
     do_not_specialize=["units", "rows", "units_in_row"],
     do_not_specialize_on_alignment=["global_ptr", "signs_ptr"],
@@ -121,8 +136,14 @@ def quantize_blocks_fast_kernel(
     FEW: tl.constexpr,
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program takes EACH steps of N units. It loads all of them before it works on the first."""
+    if OVERLAP:
+        # only then may the next kernel start, so that it finds all done that is ahead of this one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SCALED: tl.constexpr = RULE == "e4m3_global"
     WORDS: tl.constexpr = UNIT * DTYPE.primitive_bitwidth // 64
@@ -144,7 +165,7 @@ def quantize_blocks_fast_kernel(
     scale = ()
     worst = tl.zeros((N,), tl.int32)
     if SCALED:
-        g = tl.load(global_ptr)
+        g = opened(global_ptr, DYNAMIC)
         worst += tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
         hi, lo = reciprocal(g)
         scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
@@ -162,7 +183,7 @@ def quantize_blocks_fast_kernel(
             codes = codes + c
             stored = stored + (s,)
         unit, place, real = _owned(first, i * N, units, rows, units_in_row, N, ACROSS, TILED, WHOLE)
-        _store_codes(codes_ptr, unit, codes)
+        store_words(codes_ptr, unit, codes)
         _store_scales(scales_ptr, place, stored, real, WHOLE)
     if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
         if tl.max(worst) > LARGEST_BITS:
@@ -190,6 +211,9 @@ def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, first, units, rows, units
 WARPS, CHANNELS = 1, 128
 #: Below as many units a thread takes one, so that all multiprocessors have some.
 FEW_UNITS = 1 << 19
+#: From as many programs on, in which a thread has one unit, they are of more warps: it takes a multiprocessor 0.17 us
+#: to start each, measured on an H200.
+STARTED, FEW_WARPS = 1024, 4
 #: Channels that the twin works on at a time: it is not to need more registers than all the rest.
 TWIN_CHANNELS = 128
 
@@ -199,14 +223,25 @@ def tiling(format: Format, rotation: Rotation, m: int, k: int, tiled: bool) -> d
     block = format.block or 1
     unit = max(block, rotation.group)
     across = max(1, TILE_COLS * block // unit)
-    units, threads = m * (k // unit), 32 * WARPS
+    units = m * (k // unit)
+    threads = 32 * (WARPS if units >= FEW_UNITS or units < 32 * STARTED else FEW_WARPS)
     whole = (m % TILE_ROWS == 0 and k // unit % across == 0) if tiled else units >= threads
     each = max(1, CHANNELS // unit) if units >= FEW_UNITS else 1
     return {"N": threads, "EACH": each, "ACROSS": across, "UNIT": unit, "TILED": tiled, "WHOLE": whole}
 
 
-def config(format: Format, rotation: Rotation, native_e4m3: bool, tiles: dict[str, int | bool]) -> dict[str, Any]:
-    """Compile-time arguments and launch options, ``tiles`` from :func:`tiling`."""
+def config(
+    format: Format,
+    rotation: Rotation,
+    native_e4m3: bool,
+    tiles: dict[str, int | bool],
+    overlap: bool = False,
+    dynamic: bool = False,
+) -> dict[str, Any]:
+    """Compile-time arguments and launch options, ``tiles`` from :func:`tiling`.
+
+    ``overlap``: launches may start before the last one has ended. ``dynamic``: as ``opened`` says.
+    """
     return {
         **tiles,
         "BLOCK": format.block,
@@ -217,6 +252,9 @@ def config(format: Format, rotation: Rotation, native_e4m3: bool, tiles: dict[st
         "FEW": max(1, TWIN_CHANNELS // tiles["UNIT"]),
         "ROTATION": constants(rotation),
         "FRONT": front_constants(NONE),
+        "DYNAMIC": dynamic,
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
         "num_warps": tiles["N"] // 32,
         **OPTIONS,
     }
@@ -234,7 +272,7 @@ def grid(tiles: dict[str, int | bool], m: int, k: int) -> tuple[int, int, int]:
 @functools.cache
 def converts_to_e4m3(device: torch.device) -> bool:
     """Whether a GPU has the conversion: from sm_89."""
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize_blocks(
@@ -259,7 +297,7 @@ def quantize_blocks(
     with on(x.device):
         launch = _launches.get(key)
         if launch is None:
-            compiled = config(format, rotation, converts_to_e4m3(x.device), tiles)
+            compiled = config(format, rotation, converts_to_e4m3(x.device), tiles, launches_overlap(x.device))
             launch = _launches[key] = Launch(quantize_blocks_fast_kernel, arguments, compiled, x.device)
         launch(grid(tiles, m, k), *arguments)
 

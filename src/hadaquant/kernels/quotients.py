@@ -47,11 +47,11 @@ def quotient(y, hi, lo):
 
 
 @triton.jit
-def rounded_e2m1(h):
-    """int32 whose last three bits and exponent hold the E2M1 code of a quotient h / SCALE up to 10, and its sign.
+def _addend(h):
+    """float32 that rounds a quotient h / SCALE up to 10 to E2M1 when it is added.
 
-    The addend takes h's sign and has the exponent of 2, or of 4 where the step of E2M1 is twice as large, or of
-    8: adding it rounds h at that step. The code is the last bits and twice what the exponent has grown.
+    It takes h's sign and has the exponent of 2, or of 4 where the step of E2M1 is twice as large, or of 8: the sum's
+    last bit is at that step.
     """
     addend = tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, 0xFF800000, 0x40000000, 0xEA;",  # (a & b) | c, which ptxas else makes two of
@@ -61,7 +61,23 @@ def rounded_e2m1(h):
         is_pure=True,
         pack=1,
     )
-    return bits(h + from_bits(addend))
+    return from_bits(addend)
+
+
+@triton.jit
+def rounded_e2m1(h):
+    """int32 whose last three bits and exponent hold the E2M1 code of a quotient h / SCALE up to 10, and its sign.
+
+    The code is the last bits and twice what the exponent has grown.
+    """
+    return bits(h + _addend(h))
+
+
+@triton.jit
+def rounded_value(h):
+    """SCALE times the E2M1 value of a quotient h / SCALE up to 10; +0 where the code is a negative zero."""
+    a = _addend(h)
+    return tl.minimum(tl.maximum((h + a) - a, -6.0 * SCALE), 6.0 * SCALE)
 
 
 @triton.jit
@@ -72,7 +88,8 @@ def code_pair(a, b):
 
 
 @triton.jit
-def _bytes_of(a, b, SELECT: tl.constexpr):
+def bytes_of(a, b, SELECT: tl.constexpr):
+    """int32 of the four bytes of two that SELECT names, those of b as 4 to 7."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, " + SELECT + ";", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -84,9 +101,9 @@ def _pack(h, FIRST: tl.constexpr, SATURATE: tl.constexpr):
     r = ()
     for i in tl.static_range(8):
         r = r + (rounded_e2m1(h[FIRST + i]),)
-    low = _bytes_of(code_pair(r[0], r[1]), code_pair(r[2], r[3]), "0x0040")
-    high = _bytes_of(code_pair(r[4], r[5]), code_pair(r[6], r[7]), "0x0040")
-    codes = _bytes_of(low, high, "0x5410")
+    low = bytes_of(code_pair(r[0], r[1]), code_pair(r[2], r[3]), "0x0040")
+    high = bytes_of(code_pair(r[4], r[5]), code_pair(r[6], r[7]), "0x0040")
+    codes = bytes_of(low, high, "0x5410")
     if SATURATE:  # 8 becomes 7
         codes = codes - ((codes >> 3) & 0x11111111)
     signs = r[7].to(tl.uint32, bitcast=True) >> 28
@@ -96,27 +113,35 @@ def _pack(h, FIRST: tl.constexpr, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_block(v, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
-    """16 channels -> code words, scale byte, largest scaled quotient. v is still to be multiplied by NORM."""
+def nvfp4_quotients(v, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
+    """16 channels -> scaled quotients, scale byte, its float32, largest scaled quotient. v still lacks NORM."""
     amax = largest_magnitude(v, FIRST, 16)
     s = quotient(tl.fma(amax, SIXTH * NORM, amax * (SIXTH_REST * NORM)), g[1], g[2])
     if E4M3:
-        stored = s.to(tl.float8e4nv)
-        m = stored.to(tl.float32) * g[0]
-        stored = stored.to(tl.uint8, bitcast=True)
+        small = s.to(tl.float8e4nv)
+        wide = small.to(tl.float32)
+        stored = small.to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         stored = encode_e4m3(s)
-        m = decode_e4m3(stored) * g[0]
+        wide = decode_e4m3(stored)
+    m = wide * g[0]
     hi, lo = reciprocal(tl.where(m == 0.0, 1.0 / (SCALE * NORM), m))
     h = ()
     for i in tl.static_range(16):
         h = h + (quotient(v[FIRST + i], hi, lo),)
-    return (_pack(h, 0, True), _pack(h, 8, True)), stored.to(tl.int32), amax * hi
+    return h, stored, wide, amax * hi
 
 
 @triton.jit
-def mxfp4_block(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
-    """32 channels -> code words, scale byte; for all values. v is still to be multiplied by NORM."""
+def nvfp4_block(v, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
+    """16 channels -> code words, scale byte, largest scaled quotient. v is still to be multiplied by NORM."""
+    h, stored, _, largest = nvfp4_quotients(v, g, FIRST, NORM, E4M3)
+    return (_pack(h, 0, True), _pack(h, 8, True)), stored, largest
+
+
+@triton.jit
+def mxfp4_quotients(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
+    """32 channels -> scaled quotients, scale byte; for all values. v is still to be multiplied by NORM."""
     stored = choose(bits(largest_magnitude(v, FIRST, 32) * NORM), 1.0, RULE)
     # SCALE over the divisor 2^(stored - 127), subnormal at the end: products with it are exact, or so small that
     # their code is 0
@@ -124,6 +149,13 @@ def mxfp4_block(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
     h = ()
     for i in tl.static_range(32):
         h = h + (tl.fma(v[FIRST + i], inverse, 0.0),)
+    return h, stored
+
+
+@triton.jit
+def mxfp4_block(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
+    """32 channels -> code words, scale byte; for all values. v is still to be multiplied by NORM."""
+    h, stored = mxfp4_quotients(v, FIRST, NORM, RULE)
     words = ()
     for i in tl.static_range(4):
         words = words + (tl.where(stored == 255, 0, _pack(h, 8 * i, RULE == "e8m0_floor")),)

@@ -77,7 +77,7 @@ class Launch:
 
         names = kernel.arg_names
         self._constants = tuple(config[name] for name in names[len(arguments) :])
-        self._device = device
+        self.device = device
         with on(device):
             self._compiled = kernel.warmup(*arguments, **config, grid=(1,))
             self._run = self._compiled.run  # loads it
@@ -96,12 +96,12 @@ class Launch:
 
     def grid_of(self, rows: int) -> tuple[int, int, int]:
         """Of persistent programs that share rows: as many as the device holds at once, or one a row."""
-        return min(rows, multiprocessors(self._device) * self.occupancy), 1, 1
+        return min(rows, multiprocessors(self.device) * self.occupancy), 1, 1
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream of the device, which must be the current one."""
         kernel, knobs = self._compiled, self._knobs
-        stream = self._driver.active.get_current_stream(self._device.index)
+        stream = self._driver.active.get_current_stream(self.device.index)
         metadata = kernel.launch_metadata(grid, stream, *arguments, *self._constants)
         self._run(
             *grid, stream, kernel.function, kernel.packed_metadata, metadata,

@@ -253,7 +253,7 @@ class RotatedLinear(nn.Module):
             else:
                 h, _, _ = group.quantize(self.input_member, x, front_end, self._quantize_input)
             return op("weight_mm", h)(h, *w, *how, by_nibble)
-        if front_end is NONE and group is None and self.format.block is None and unwatched(x):
+        if front_end is NONE and group is None and unwatched(x):
             y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
             if y is not None:
                 return y

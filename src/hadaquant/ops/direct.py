@@ -7,19 +7,26 @@ and at a few rows it would cost more than the kernels. The plan is the ops' own.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from hadaquant.formats import get_format
 from hadaquant.ops.options import resolve_backend
-from hadaquant.ops.plan import plan_quantize, plan_scaled_mm
+from hadaquant.ops.plan import plan_amax, plan_quantize, plan_scaled_mm
 from hadaquant.ops.target import target_of
 from hadaquant.rotation import trusted
 
-if TYPE_CHECKING:
-    from hadaquant.kernels.direct import DirectLinear
+#: y of x, a weight's codes, scales and global scale, x's global scale, bias, signs; and of the shape of y.
+Call = Callable[[Tensor, tuple[Tensor | None, ...], tuple[int, ...]], Tensor]
+#: Products that can follow a kernel that quantizes x.
+_PRODUCTS: dict[str, tuple[str, ...]] = {
+    "quantize_rows_gluon": ("int8_gemv", "int8_few_rows", "int8_mm", "int8_mm_hopper"),
+    "quantize_blocks_fast": ("fp4_gemv", "fp4_value_rows", "fp4_mm_hopper"),
+}
+#: Stands for signs, of which only is asked whether there are any.
+_SIGNS = torch.empty(0)
 
 
 def unwatched(x: Tensor) -> bool:
@@ -43,22 +50,24 @@ def direct_linear(
     then copy it, or say what is wrong with it.
     """
     w, sw, bias, signs = tensors["codes"], tensors["scales"], tensors["bias"], tensors["signs"]
+    globals = tensors["global_scale"], tensors["input_global_scale"]
     if w is None or sw is None:
         return None
-    n, k = w.shape[0], x.shape[-1]
+    f, n, k = get_format(format), w.shape[0], x.shape[-1]
     m = x.numel() // k
-    key = (rotation, signs is not None, m, n, k, x.dtype, dtype, None if bias is None else bias.dtype)
+    dynamic = f.has_global_scale and globals[1] is None
+    key = (rotation, signs is not None, m, n, k, x.dtype, dtype, None if bias is None else bias.dtype, dynamic)
     call = _prepared(format, resolve_backend(backend), x.device, *key) if m and n else None
     if call is None or not (
         x.is_contiguous()
         and not x.data_ptr() % 16
-        and w.shape == (n, k)
-        and sw.shape == (n,)
+        and w.shape == f.codes_shape((n, k))
+        and sw.shape == f.scales_shape((n, k))
         and (bias is None or bias.shape == (n,))
-        and all(_fits(t, x.device) for t in (w, sw, bias, signs) if t is not None)
+        and all(_fits(t, x.device) for t in (w, sw, *globals, bias, signs) if t is not None)
     ):
         return None
-    return call(x, w, sw, bias, signs, (*x.shape[:-1], n))
+    return call(x, (w, sw, *globals, bias, signs), (*x.shape[:-1], n))
 
 
 def _fits(t: Tensor, device: torch.device) -> bool:
@@ -78,15 +87,22 @@ def _prepared(
     x_dtype: torch.dtype,
     y_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
-) -> DirectLinear | None:
-    f, target, r = get_format(format), target_of(device), trusted(rotation, None, None)
+    dynamic: bool,
+) -> Call | None:
+    f, target, r = get_format(format), target_of(device), trusted(rotation, _SIGNS if signed else None, None)
     quantize = plan_quantize(f, r, target, backend, dtype=x_dtype, k=k)
     product = plan_scaled_mm(f, target, backend, m=m, n=n, k=k, out_dtype=y_dtype)
-    if quantize.kernel != "quantize_rows_gluon":
+    if product.kernel not in _PRODUCTS.get(quantize.kernel, ()):
         return None
-    from hadaquant.kernels.direct import PRODUCTS, DirectLinear
-
-    if product.kernel not in PRODUCTS:
+    if product.kernel == "fp4_mm_hopper" and k % 128:
+        return None  # its x has whole spans of columns, which quantizing does not pad
+    if dynamic and plan_amax(r, target, backend, k=k).kernel != "amax_fast":
         return None
     shape, dtypes = (m, n, k), (x_dtype, y_dtype, bias_dtype)
-    return DirectLinear(f, (r.kind, r.group, signed), shape, dtypes, device, product.kernel, product.tile)
+    if f.block is None:
+        from hadaquant.kernels.direct import DirectLinear
+
+        return DirectLinear(f, (r.kind, r.group, signed), shape, dtypes, device, product.kernel, product.tile)
+    from hadaquant.kernels.direct_fp4 import DirectFp4Linear
+
+    return DirectFp4Linear(f, r, shape, dtypes, device, product.kernel, product.tile, dynamic)
