@@ -66,7 +66,7 @@ def needs_hopper(kernel: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_are_as_close_as_torchs(kernel, format):
     needs_hopper(kernel)
-    for n, k in ((40, 32), (520, 1056), (1032, 4128)):
+    for n, k in ((40, 96), (520, 1056), (1032, 4128)):
         w = operand(n, k, format, 0)
         for m, tile, dtype, has_bias in CASES[kernel]:
             x = operand(m, k, format, m)
@@ -90,16 +90,15 @@ def test_slices_of_k_and_parts_of_tiles(shares, programs):
 
 
 @pytest.mark.parametrize("kernel", ["fp4_gemv", "fp4_value_rows"])
-@pytest.mark.parametrize("n", [1, 17, 33, 22473])
+@pytest.mark.parametrize("n", [17, 22473])
 def test_s3_odd_numbers_of_outputs(kernel, n):
     x, w = operand(2, 96, "nvfp4", 1), operand(n, 96, "nvfp4", 2)
     assert_close(product(x, w, None, FP32, kernel, (16, 16)), x, w, None)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("m", [1, 9, 33, 257])
+@pytest.mark.parametrize(("format", "m"), [("nvfp4", m) for m in (1, 9, 33, 257)] + [("mxfp4-even", 9)])
 def test_a_nan_stays_in_its_row_and_its_column(format, m):
-    x, w = torch.randn(m, 256, device="cuda"), torch.randn(64, 256, device="cuda")
+    x, w = torch.randn(m, 256, device="cuda"), torch.randn(72, 256, device="cuda")
     clean = hq.scaled_mm(hq.quantize(x, format, **scale_of(format)), hq.quantize(w, format, **scale_of(format)))
     x[0, 5], w[3, 200] = torch.nan, torch.inf
     y = hq.scaled_mm(hq.quantize(x, format, **scale_of(format)), hq.quantize(w, format, **scale_of(format)))
@@ -115,7 +114,7 @@ def scale_of(format: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("m", [1, 16, 300])
 def test_weights_that_begin_anywhere(m):
-    x, w = operand(m, 128, "nvfp4", 0), operand(64, 128, "nvfp4", 1)
+    x, w = operand(m, 128, "nvfp4", 0), operand(72, 128, "nvfp4", 1)
     moved = torch.empty(w.codes.numel() + 8, dtype=torch.uint8, device="cuda")[8:].view_as(w.codes).copy_(w.codes)
     other = hq.QuantizedTensor(moved, w.scales, w.global_scale, w.format, w.rotation)
     assert torch.equal(hq.scaled_mm(x, other), hq.scaled_mm(x, w))

@@ -24,18 +24,32 @@ def _emulated(device, monkeypatch):
         emulate(monkeypatch)
 
 
+#: Both are stored of the same values; each is compiled.
+ORDERS = (by_nibble, interleaved)
+
+
 def check(x: torch.Tensor, format: str, rotation: Rotation, g: float, device: str) -> None:
     f = get_format(format)
     scale = torch.tensor(g) if f.has_global_scale else None
     codes, scales = reference.quantize(x, f, rotation, scale, "linear")
     expected, moved = reference._scaled_codes(codes, scales, f), None if scale is None else scale.to(device)
-    for order in (by_nibble, interleaved):
+    for order in ORDERS if format == "nvfp4" else ORDERS[:1]:
         found = quantize_values(x.to(device), f, rotation.to(device), moved, order is by_nibble).float().cpu()
         assert torch.equal(found.nan_to_num(7.5), order(expected).nan_to_num(7.5))
 
 
-@pytest.mark.parametrize("rotation", ["none", "sylvester:16", "regular:64"])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp4-ceil", "mxfp4-even"])
+@pytest.mark.parametrize(
+    ("format", "rotation"),
+    [
+        ("nvfp4", "none"),
+        ("nvfp4", "sylvester:16"),
+        ("nvfp4", "regular:64"),
+        ("mxfp4", "none"),
+        ("mxfp4", "regular:64"),
+        ("mxfp4-ceil", "sylvester:16"),
+        ("mxfp4-even", "sylvester:16"),
+    ],
+)
 def test_same_values(format, rotation, device):
     check(nasty(9, 256, torch.bfloat16), format, parse(rotation), 0.003, device)
 
