@@ -3,8 +3,8 @@
 python docs/generate.py [--check]
 
 docs/formats.md comes from the formats' and the rotation's own files, docs/speed.md, its pictures and README.md's
-table of speed from benchmarks/results/speed.jsonl, the tables of docs/does-rotation-help.md from study.jsonl beside
-it. With --check nothing is written; the exit status is 1 if a page is old.
+table of speed from benchmarks/results/speed.jsonl, the tables of docs/does-rotation-help.md and docs/calibration.md
+from study.jsonl and accuracy.jsonl beside it. With --check nothing is written; the exit status is 1 if a page is old.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
+import accuracy_tables
 import study_tables
 
 from hadaquant import formats, front, rotation
@@ -236,6 +237,7 @@ if __name__ == "__main__":
         draw(measured(), ROOT / "docs")
     pages = {"docs/formats.md": formats_page(), "docs/speed.md": speed_page(), "README.md": readme()}
     pages["docs/does-rotation-help.md"] = study_tables.page()
+    pages["docs/calibration.md"] = accuracy_tables.page()
     if "--check" in sys.argv:
         old = [name for name, text in pages.items() if (ROOT / name).read_text(encoding="utf-8") != text]
         sys.exit(f"old: {', '.join(old)}; run make docs" if old else 0)
