@@ -48,7 +48,9 @@ def test_front_ends(target, kind, rotation):
 
 
 @pytest.mark.parametrize("kind", FRONT_ENDS)
-@pytest.mark.parametrize(("target", "k"), [("sm_90", 3072), ("sm_90", 5120), ("sm_90", 768), ("sm_80", 3072)])
+@pytest.mark.parametrize(
+    ("target", "k"), [("sm_90", 768), ("sm_90", 3072), ("sm_90", 5120), ("sm_90", 12288), ("sm_80", 3072)]
+)
 def test_front_ends_on_register_tiles(target, k, kind):
     parameters = {"x_ptr": "*bf16", "q_ptr": "*i8", "s_ptr": "*fp32", "signs_ptr": "*fp32"}
     parameters |= {"factor_ptr": "*bf16", "shift_ptr": "*bf16"}

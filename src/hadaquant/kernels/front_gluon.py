@@ -12,27 +12,23 @@ from triton.experimental.gluon import language as gl
 
 from hadaquant.front import GELU_CUBIC, GELU_LINEAR
 from hadaquant.kernels.front import divide_by, inverse_root
-from hadaquant.kernels.rows_gluon import first_layout, inside, load_tile, ragged, widen, words_layout
+from hadaquant.kernels.rows_gluon import inside, ragged, widen
+from hadaquant.kernels.shared_gluon import met, operand_tile
 
 #: exp(-z) = exp2(z · -log2 e); GELU's z comes multiplied.
 LOG2E = gl.constexpr(-math.log2(math.e))
 CUBIC = gl.constexpr(-math.log2(math.e) * GELU_CUBIC)
 LINEAR = gl.constexpr(-math.log2(math.e) * GELU_LINEAR)
 
+#: Without a branch a root is right from here on, and a mean that is not is too small to be seen beside it.
+LEAST_EPS = gl.constexpr(2.0**-60)
+#: Its reciprocal is 0 in hardware.
+LARGEST_ROOT = gl.constexpr(2.0**127)
+
 
 @gluon.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
-
-
-@gluon.constexpr_function
-def _everywhere(warps, pairs):
-    """[warps, 2, ...] that every thread holds whole."""
-    shape = [warps] + [2] * pairs
-    sizes = [(dim, 1 << i) for dim in reversed(range(len(shape))) for i in range(shape[dim].bit_length() - 1)]
-    registers = [[n if d == dim else 0 for d in range(len(shape))] for dim, n in sizes]
-    none = [0] * len(shape)
-    return gl.DistributedLinearLayout(registers, [none] * 5, [none] * (warps.bit_length() - 1), [], shape)
 
 
 @gluon.jit
@@ -52,7 +48,7 @@ def _warp_sums(v, FRONT: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _row_sum(tiles, SQUARE: gl.constexpr, FRONT: gl.constexpr, W: gl.constexpr):
+def _row_sum(tiles, place, SQUARE: gl.constexpr, FRONT: gl.constexpr, W: gl.constexpr):
     """The sum of a row's tiles, or of their squares, known to every thread."""
     parts = ()
     for t in gl.static_range(len(tiles)):
@@ -71,8 +67,7 @@ def _row_sum(tiles, SQUARE: gl.constexpr, FRONT: gl.constexpr, W: gl.constexpr):
         last = gl.zeros_like(parts[2]) if len(parts) == 3 else parts[3]
         sums = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], last))
         PAIRS: gl.constexpr = 2
-    if W > 1:
-        sums = gl.convert_layout(sums, _everywhere(W, PAIRS))
+    sums = met(place, sums, W, len(parts))
     # over the warps, then tiles 0 + 1 and 2 + 3, then these
     for i in gl.static_range(_log2(W)):
         sums = gl.sum(gl.reshape(sums, (W >> (i + 1), 2) + (2,) * PAIRS), axis=1)
@@ -92,11 +87,45 @@ def _less(v, mean, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.c
         return v - mean
 
 
+@gluon.constexpr_function
+def _inverse(n):
+    """1/n, rounded to float32."""
+    ulps = 2.0 ** (23 + (n - 1).bit_length())
+    return round(ulps / n) / ulps
+
+
 @gluon.jit
-def open_row(tiles, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr):
+def by_count(v, N: gl.constexpr):
+    """The correctly rounded v / N of v = 0 and from 2**-100 up, without the branch of a division; NaN for Inf."""
+    q = v * _inverse(N)
+    return gl.fma(gl.fma(q, -1.0 * N, v), _inverse(N), q)
+
+
+@gluon.jit
+def inverse_root_of(squares, EPS: gl.constexpr, K: gl.constexpr):
+    """``inverse_root`` of a mean, without branches; 0 for Inf or NaN, which leave only Inf or NaN of a row's own."""
+    if EPS < LEAST_EPS:
+        return inverse_root(divide_by(squares, K), EPS)
+    else:
+        v = by_count(squares, K) + EPS
+        r = gl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
+        )
+        root = v * r
+        root = gl.fma(gl.fma(-root, root, v), r * 0.5, root)
+        root = gl.minimum(root, LARGEST_ROOT)
+        hi = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [root], dtype=gl.float32, is_pure=True, pack=1
+        )
+        return gl.fma(gl.fma(-root, hi, 1.0), hi, hi)
+
+
+@gluon.jit
+def open_row(tiles, places, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
+             T: gl.constexpr):  # fmt: skip
     """The words of a row -> float32 tiles in the layout of pass 1, less their mean if it goes, and the inverse root.
 
-    Without sums the inverse root is 1.
+    Without sums the inverse root is 1. places: a meeting place for each sum.
     """
     wide = ()
     for t in gl.static_range(len(tiles)):
@@ -104,12 +133,12 @@ def open_row(tiles, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.constexpr, W
     inverse = 1.0
     if FRONT[3] > 0:
         if FRONT[0] == "ada_norm":
-            mean = divide_by(_row_sum(wide, False, FRONT, W), K)
+            mean = divide_by(_row_sum(wide, places[0], False, FRONT, W), K)
             less = ()
             for t in gl.static_range(len(tiles)):
                 less = less + (_less(wide[t], mean, K, t, W, t == T),)
             wide = less
-        inverse = inverse_root(divide_by(_row_sum(wide, True, FRONT, W), K), FRONT[3])
+        inverse = inverse_root_of(_row_sum(wide, places[1], True, FRONT, W), FRONT[3], K)
     return wide, inverse
 
 
@@ -123,25 +152,12 @@ def _sigmoid(z):
 
 
 @gluon.jit
-def _operand(operand, row, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):
-    """A tile of a factor or shift in float32."""
-    ptr, stride, rows = operand
-    start = (row // rows).to(gl.int64) * stride
-    DTYPE: gl.constexpr = ptr.dtype.element_ty
-    if gl.float32 == DTYPE:
-        return load_tile(ptr + start, K, t, W, HALF, 256, first_layout(W, HALF))
-    else:
-        row_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True) + start
-        return widen(load_tile(row_ptr, K, t, W, HALF, 128, words_layout(W, HALF)), DTYPE, W, HALF)
-
-
-@gluon.jit
-def fronted(v, inverse, row, operands, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.constexpr, t: gl.constexpr,
-            W: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+def fronted(v, inverse, row, operands, kept, DTYPE: gl.constexpr, FRONT: gl.constexpr, KEPT: gl.constexpr,
+            K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """The front end of tile t that :func:`open_row` gave, ready to be rotated.
 
     operands: of ``silu_mul`` the tiles of up in words; else factor and shift, each a pointer, its row stride in
-    words, and how many rows of x each of its rows serves.
+    words, and how many rows of x each of its rows serves. kept: their memory, as KEPT says.
     """
     if FRONT[3] > 0:
         v = v * inverse
@@ -151,7 +167,8 @@ def fronted(v, inverse, row, operands, DTYPE: gl.constexpr, FRONT: gl.constexpr,
         v = v * _sigmoid(v * LOG2E)
         v = v * widen(operands[t], DTYPE, W, HALF)
     elif FRONT[0] == "ada_norm":
-        v = v * (1.0 + _operand(operands[0], row, K, t, W, HALF)) + _operand(operands[1], row, K, t, W, HALF)
+        v = v * operand_tile(kept[0], operands[0], row, KEPT[0], True, K, t, W, HALF)
+        v = v + operand_tile(kept[1], operands[1], row, KEPT[1], False, K, t, W, HALF)
     elif FRONT[1]:
-        v = v * _operand(operands[0], row, K, t, W, HALF)
+        v = v * operand_tile(kept[0], operands[0], row, KEPT[0], False, K, t, W, HALF)
     return v

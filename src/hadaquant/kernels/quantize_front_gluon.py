@@ -17,15 +17,22 @@ from hadaquant.formats import Format
 from hadaquant.front import FrontEnd
 from hadaquant.kernels import quantize_rows_gluon
 from hadaquant.kernels.front import constants, operand
-from hadaquant.kernels.quantize_rows_gluon import quantize_row, row_shape
+from hadaquant.kernels.quantize_rows_gluon import FEWER_WARPS, MOST, WARPS, quantize_row, row_shape
 from hadaquant.kernels.rows_gluon import load_row
 from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
+from hadaquant.kernels.shared_gluon import PAIRS, UNKEPT, WIDE, keep, meeting_place, received_row, send_row, shared_row
 from hadaquant.rotation import Rotation
 
 #: Row strides are compiled as multiples of this many 32-bit words.
 WORDS = 16
 #: Most half tiles a thread may hold where the next row of x waits with one of up (measured on an H200).
 MOST_OF_TWO = 5
+#: Bytes of the next row, factor and shift that a program keeps in shared memory.
+MOST_KEPT = 90 * 1024
+#: Limits of registers that let more rows onto a multiprocessor without a spill (measured on an H200).
+REGISTERS = {("silu_mul", (8, 1, 1)): 128, ("ada_norm", (2, 1, 1)): 128}
+#: Rows of a program where neither memory nor operands bind it: later ones take over from those that come first.
+ROWS_EACH = 4
 
 
 @gluon.jit(do_not_specialize=["M", "factor_rows", "shift_rows"])
@@ -33,9 +40,12 @@ def quantize_front_gluon(
     x_ptr, q_ptr, s_ptr, signs_ptr, factor_ptr, shift_ptr, M, x_stride, factor_stride, factor_rows, shift_stride,
     shift_rows, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, NORM: gl.constexpr, SIGNED: gl.constexpr, RULE: gl.constexpr, OVERLAP: gl.constexpr,
-    FRONT: gl.constexpr,
+    FRONT: gl.constexpr, KEPT: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Strides are in 32-bit words."""
+    """Strides are in 32-bit words.
+
+    KEPT: how shared memory keeps factor and shift. RING: whether the next row waits there.
+    """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -43,33 +53,79 @@ def quantize_front_gluon(
     UP: gl.constexpr = FRONT[0] == "silu_mul"
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    tiles = load_row(x_ptr, first, x_stride, K, W, T, H)
+    places = (meeting_place(gl.float32, W, T + H), meeting_place(gl.float32, W, T + H), meeting_place(gl.int32, W, 1))
+    tiles, ring = (), ()
+    if RING:
+        ring = shared_row(True, W, T, H)
+        send_row(ring, x_ptr, first, x_stride, W, T, H)
+    else:
+        tiles = load_row(x_ptr, first, x_stride, K, W, T, H)
     operands = ((factor_ptr, factor_stride, factor_rows), (shift_ptr, shift_stride, shift_rows))
     if UP:
         operands = load_row(factor_ptr, first, factor_stride, K, W, T, H)
+    kept = (None, None)
+    if KEPT[0] != UNKEPT:
+        kept = (shared_row(KEPT[0] == PAIRS, W, T, H), None)
+    if KEPT[1] != UNKEPT:
+        kept = (kept[0], shared_row(KEPT[1] == PAIRS, W, T, H))
+    change = first  # the row whose operands are not the kept ones
     for row in range(first, M, step):
         then = gl.minimum(row + step, M - 1)
-        following = load_row(x_ptr, then, x_stride, K, W, T, H)
+        if RING:
+            now = received_row(ring, W, T, H)
+            send_row(ring, x_ptr, then, x_stride, W, T, H)
+            following = tiles
+        else:
+            now = tiles
+            following = load_row(x_ptr, then, x_stride, K, W, T, H)
         following_operands = operands
         if UP:
             following_operands = load_row(factor_ptr, then, factor_stride, K, W, T, H)
-        quantize_row(tiles, row, operands, q_ptr, s_ptr, signs_ptr, DTYPE, FRONT, KIND, GROUP, NORM, SIGNED, RULE,
-                     K, W, T, H)  # fmt: skip
+        if KEPT[0] != UNKEPT:  # noqa: SIM102, this one is of compile time
+            if row >= change:
+                change = keep(kept[0], operands[0], row, KEPT[0], FRONT[0] == "ada_norm", K, W, T, H)
+                if KEPT[1] != UNKEPT:
+                    change = gl.minimum(change, keep(kept[1], operands[1], row, KEPT[1], False, K, W, T, H))
+        quantize_row(now, row, operands, kept, places, q_ptr, s_ptr, signs_ptr, DTYPE, FRONT, KEPT, KIND, GROUP, NORM,
+                     SIGNED, RULE, K, W, T, H)  # fmt: skip
         tiles = following
         operands = following_operands
+    if RING:
+        received_row(ring, W, T, H)  # nothing is on its way when the program's memory becomes another's
+
+
+def _kept(front_end: tuple[object, ...], k: int, ring: bool, shift: torch.dtype) -> tuple[int, int]:
+    """How shared memory keeps factor and shift: the factor in float32, and the shift as it is, where they fit."""
+    left = MOST_KEPT // k - (2 if ring else 0) - 4
+    if front_end[0] == "silu_mul" or not front_end[1] or left < 0:
+        return UNKEPT.value, UNKEPT.value
+    if not front_end[2] or left < shift.itemsize:
+        return WIDE.value, UNKEPT.value
+    return WIDE.value, (WIDE if shift == torch.float32 else PAIRS).value
 
 
 def config(
-    format: Format, kind: str, group: int, signed: bool, front_end: tuple[object, ...], k: int, overlap: bool
+    format: Format,
+    kind: str,
+    group: int,
+    signed: bool,
+    front_end: tuple[object, ...],
+    k: int,
+    overlap: bool,
+    shift: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """Compile-time arguments and launch options. ``overlap``: launches may start before the last one has ended."""
-    config = {**quantize_rows_gluon.config(format, kind, group, signed, k, overlap), "FRONT": front_end}
-    if front_end[0] == "silu_mul":
-        warps, whole, half = row_shape(k, group, MOST_OF_TWO)
-        config |= {"W": warps, "T": whole, "H": half, "num_warps": warps}
-        if (warps, whole, half) == (8, 1, 1):
-            config["maxnreg"] = 128  # two rows on a multiprocessor instead of one
-    return config
+    config = quantize_rows_gluon.config(format, kind, group, signed, k, overlap)
+    most = MOST_OF_TWO if front_end[0] == "silu_mul" else MOST
+    fewer = front_end[0] in ("rms_norm", "gelu_tanh")
+    warps, whole, half = shape = row_shape(k, group, most, FEWER_WARPS if fewer else WARPS)
+    short = warps == 8 or (whole > 1 and front_end[0] != "silu_mul")  # of registers
+    ring = short and (2 * whole + half) * warps * 512 == k
+    config |= {"W": warps, "T": whole, "H": half, "num_warps": warps}
+    limit = REGISTERS.get((front_end[0], shape))
+    if limit:
+        config["maxnreg"] = limit
+    return {**config, "FRONT": front_end, "KEPT": _kept(front_end, k, ring, shift), "RING": ring}
 
 
 @functools.cache
@@ -83,7 +139,7 @@ def _launch_of(
 ) -> Launch:
     """The kernel for rows of K elements; ``dtypes`` of x, factor and shift."""
     arguments = (dtypes[0], torch.int8, torch.float32, torch.float32, *dtypes[1:], 1, *([WORDS, WORDS, 1, WORDS, 1]))
-    constants = config(format, *rotation, front_end, k, launches_overlap(device))
+    constants = config(format, *rotation, front_end, k, launches_overlap(device), dtypes[2])
     return Launch(quantize_front_gluon, arguments, constants, device)
 
 
@@ -113,6 +169,9 @@ def quantize_front(
     described = (rotation.kind, rotation.group, rotation.signs is not None)
     dtypes = (x.dtype, factor.dtype, shift.dtype)
     launch = _launch_of(format, described, constants(front_end), k, dtypes, x.device)
+    grid = launch.grid_of(m)
+    if front_end.kind == "gelu_tanh":
+        grid = max(grid[0], -(-m // ROWS_EACH)), 1, 1
     with on(x.device):
         signs = given(rotation.signs, x)
-        launch(launch.grid_of(m), x, codes, scales, signs, factor, shift, m, stride, *of_factor, *of_shift)
+        launch(grid, x, codes, scales, signs, factor, shift, m, stride, *of_factor, *of_shift)

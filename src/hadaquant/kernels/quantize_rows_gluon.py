@@ -29,6 +29,7 @@ from hadaquant.kernels.rows_gluon import (
     widen,
 )
 from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
+from hadaquant.kernels.shared_gluon import meeting_place, met
 from hadaquant.rotation import Rotation, norm
 
 #: Below it y · (1/d), 1/d in two float32 terms, rounds to the code of the true quotient. The floor under
@@ -36,8 +37,16 @@ from hadaquant.rotation import Rotation, norm
 LARGEST_DIVISOR = gl.constexpr(2.0**90)
 #: Brings larger divisors, and what is divided by them, into that range.
 SHRINK = gl.constexpr(2.0**-64)
-#: Adding it rounds |q| < 2**22 to an integer, ties to even, in the low bits.
-ROUND = gl.constexpr(1.5 * 2.0**23)
+#: Four quotients -> the bytes of their nearest integers, ties to even, and 0 for NaN: two instructions.
+_ENCODE = gl.constexpr("""{
+.reg .s32 a, b, c, d;
+cvt.rni.s32.f32 a, $1;
+cvt.rni.s32.f32 b, $2;
+cvt.rni.s32.f32 c, $3;
+cvt.rni.s32.f32 d, $4;
+cvt.pack.sat.s8.s32.b32 d, d, c, 0;
+cvt.pack.sat.s8.s32.b32 $0, b, a, d;
+}""")
 
 
 @gluon.jit
@@ -60,7 +69,7 @@ def _quotient(y, hi, lo, KIND: gl.constexpr, HALF: gl.constexpr):
         q = gl.fma(y, hi * sign + gl.zeros_like(y), y * (lo * sign))
     else:
         q = gl.fma(y, hi + gl.zeros_like(y), y * lo)
-    return (q + ROUND).to(gl.int32, bitcast=True).to(gl.int8)
+    return gl.inline_asm_elementwise(_ENCODE, "=r,f,f,f,f", [q], dtype=gl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -87,21 +96,25 @@ def _signed(v, signs_ptr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def quantize_row(tiles, row, operands, q_ptr, s_ptr, signs_ptr, DTYPE: gl.constexpr, FRONT: gl.constexpr,
-                 KIND: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, SIGNED: gl.constexpr, RULE: gl.constexpr,
-                 K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, H: gl.constexpr):  # fmt: skip
-    """Front end, rotation, scale and codes of a row's words; operands of the front end as ``fronted`` takes them."""
+def quantize_row(tiles, row, operands, kept, places, q_ptr, s_ptr, signs_ptr, DTYPE: gl.constexpr,
+                 FRONT: gl.constexpr, KEPT: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr,
+                 SIGNED: gl.constexpr, RULE: gl.constexpr, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr,
+                 H: gl.constexpr):  # fmt: skip
+    """Front end, rotation, scale and codes of a row's words; operands of the front end as ``fronted`` takes them.
+
+    places: meeting places of the front end's sums, and of the largest magnitude.
+    """
     rotated = ()
     largest = None
     each = gl.full((32 * W,), 0, gl.int32, layout=gl.BlockedLayout([1], [32], [W], [0]))
     wide, inverse = tiles, 1.0
     if FRONT[0] != "none":
-        wide, inverse = open_row(tiles, DTYPE, FRONT, K, W, T)
+        wide, inverse = open_row(tiles, places, DTYPE, FRONT, K, W, T)
     for t in gl.static_range(T + H):
         if FRONT[0] == "none":
             v = widen(tiles[t], DTYPE, W, t == T)
         else:
-            v = fronted(wide[t], inverse, row, operands, DTYPE, FRONT, K, t, W, t == T)
+            v = fronted(wide[t], inverse, row, operands, kept, DTYPE, FRONT, KEPT, K, t, W, t == T)
         if SIGNED:
             v = _signed(v, signs_ptr, GROUP)
         if t == T:
@@ -112,7 +125,7 @@ def quantize_row(tiles, row, operands, q_ptr, s_ptr, signs_ptr, DTYPE: gl.conste
         rotated = rotated + (v,)
     if T > 0:
         each = gl.maximum(each, largest_of_thread(largest, GROUP, W, False))
-    amax = gl.max(each, axis=0)
+    amax = gl.max(met(places[2], gl.max(gl.reshape(each, (W, 32)), axis=1), W, 1), axis=0)
     # the norm is monotone, so it commutes with the maximum
     amax = (amax.to(gl.float32, bitcast=True) * NORM).to(gl.int32, bitcast=True)
     stored = choose(amax, 1.0, RULE)
@@ -122,20 +135,18 @@ def quantize_row(tiles, row, operands, q_ptr, s_ptr, signs_ptr, DTYPE: gl.conste
     # a power-of-two norm divides d, exactly, instead of multiplying each y
     POWER: gl.constexpr = NORM == 0.25 or NORM == 0.125 or NORM == 0.0625 or NORM == 0.03125
     SCALE: gl.constexpr = 1.0 if POWER else NORM
-    small = d < LARGEST_DIVISOR
-    hi, lo = _reciprocal(gl.where(small, d, d * SHRINK) * (SCALE / NORM))
-    if small:
+    large = d >= LARGEST_DIVISOR
+    hi, lo = _reciprocal(gl.where(large, d * SHRINK, d) * (SCALE / NORM))
+    if large:
+        # what SHRINK makes subnormal has code 0 with or without it
+        for t in gl.static_range(T + H):
+            _store(_quotient(rotated[t] * SCALE * SHRINK, hi, lo, KIND, t == T), q_ptr, row, K, t, W, t == T)
+    else:
         for t in gl.static_range(T + H):
             y = rotated[t]
             if not POWER:
                 y = y * NORM
             _store(_quotient(y, hi, lo, KIND, t == T), q_ptr, row, K, t, W, t == T)
-    else:
-        # what SHRINK makes subnormal has code 0 with or without it; a NaN divisor gives codes 0
-        for t in gl.static_range(T + H):
-            y = gl.where(d == d, rotated[t] * SCALE * SHRINK, 0.0)
-            codes = _quotient(y, gl.where(d == d, hi, 0.0), gl.where(d == d, lo, 0.0), KIND, t == T)
-            _store(codes, q_ptr, row, K, t, W, t == T)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -151,26 +162,27 @@ def quantize_rows_gluon(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     first = gl.program_id(0)
     step = gl.num_programs(0)
+    places = (None, None, meeting_place(gl.int32, W, 1))
     tiles = load_row(x_ptr, first, K // 2, K, W, T, H)
     for row in range(first, M, step):
         # after the last row it is read once more: a mask would cost half an instruction an element
         following = load_row(x_ptr, gl.minimum(row + step, M - 1), K // 2, K, W, T, H)
-        quantize_row(tiles, row, (), q_ptr, s_ptr, signs_ptr, DTYPE, ("none",), KIND, GROUP, NORM, SIGNED, RULE,
-                     K, W, T, H)  # fmt: skip
+        quantize_row(tiles, row, (), (), places, q_ptr, s_ptr, signs_ptr, DTYPE, ("none",), (), KIND, GROUP, NORM,
+                     SIGNED, RULE, K, W, T, H)  # fmt: skip
         tiles = following
 
 
 #: Warps a row, the best first where none wastes more (measured on an H200), and most half tiles a thread may hold.
-_WARPS, _MOST = (4, 2, 1, 8), 7
+WARPS, FEWER_WARPS, MOST = (4, 2, 1, 8), (2, 4, 1, 8), 7
 
 
-def row_shape(k: int, group: int, most: int = _MOST) -> tuple[int, int, int]:
+def row_shape(k: int, group: int, most: int = MOST, order: tuple[int, ...] = WARPS) -> tuple[int, int, int]:
     """Warps a row, and whole and half tiles a warp, that hold least beyond the row. ``most``: half tiles a thread.
 
     Groups above 256 have no half tiles.
     """
     best = (0, 0)
-    for warps in _WARPS:
+    for warps in order:
         halves = -(-k // (512 * warps))
         halves += halves % 2 if group > 256 else 0
         fits = halves <= most and (halves > 1 or warps == 1)

@@ -44,6 +44,25 @@ def words_layout(warps, half=False):
 
 
 @gluon.constexpr_function
+def own_memory(warps, half, words):
+    """Shared memory for a tile [runs, 256] or its words [runs, 128] as pass 1 holds them: lanes side by side."""
+    rows = _rows(2 if half else 4, warps)
+    if words:
+        lanes = [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]] if half else [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+        held = [[0, 1]] if half else [[0, 1], [0, 2]]
+        return gl.SharedLinearLayout([*held, *lanes, *rows, [0, 32], [0, 64]])
+    lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [1, 0]] if half else [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
+    left = [] if half else [[0, 4]]
+    return gl.SharedLinearLayout([[0, 1], [0, 2], *lanes, *rows, *left, [0, 64], [0, 128]])
+
+
+@gluon.constexpr_function
+def own_shape(warps, half, words):
+    """What :func:`own_memory` is memory for."""
+    return [(2 if half else 4) * warps, 128 if words else 256]
+
+
+@gluon.constexpr_function
 def first_layout(warps, half=False):
     """Channels [runs, 256] in pass 1."""
     if half:
