@@ -50,7 +50,7 @@ class DirectLinear:
         self._m, self._device, self._dtype = m, device, dtypes[1]
         self._scales_at = triton.cdiv(m * k, _BOUNDARY) * _BOUNDARY
         self._quantize = quantize_rows_gluon.launch_of(format, *rotation, k, dtypes[0], device)
-        self._grid = self._quantize.grid_of(m)
+        self._grid = quantize_rows_gluon.grid_of(self._quantize, m, k)
         self._product = _PRODUCTS[kernel](shape, dtypes[1], dtypes[2], device, tile)
 
     def __call__(self, x: Tensor, tensors: tuple[Any, ...], shape: tuple[int, ...]) -> Tensor:

@@ -220,10 +220,20 @@ def launch_of(
     return Launch(quantize_rows_gluon, (dtype, torch.int8, torch.float32, torch.float32, 1), constants, device)
 
 
+#: Bytes of rows that the programs of a multiprocessor work on. Measured on an H200: 48 to 60 KiB gave 0.96 of a copy's
+#: speed and more, 72 and 80 KiB (twelve rows of 3072 channels, eight of 5120) 0.88 to 0.93.
+_IN_HAND = 64 * 1024
+
+
+def grid_of(launch: Launch, m: int, k: int) -> tuple[int, int, int]:
+    """Of persistent programs for m rows of k 16-bit channels."""
+    return launch.grid_of(m, max(1, _IN_HAND // (2 * k)))
+
+
 def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, format: Format, rotation: Rotation) -> None:
     """Fill codes and scales of contiguous x [M, K] on a 16-byte boundary."""
     k = x.shape[-1]
     m = x.numel() // k
     launch = launch_of(format, rotation.kind, rotation.group, rotation.signs is not None, k, x.dtype, x.device)
     with on(x.device):
-        launch(launch.grid_of(m), x, codes, scales, given(rotation.signs, x), m)
+        launch(grid_of(launch, m, k), x, codes, scales, given(rotation.signs, x), m)

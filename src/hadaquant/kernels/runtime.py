@@ -64,6 +64,13 @@ def shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def _even(blocks: int, warps: int) -> int:
+    """Blocks of so many warps on a multiprocessor, rounded down so that its four schedulers get equal numbers."""
+    while blocks * warps > 4 and blocks * warps % 4:
+        blocks -= 1
+    return max(blocks, 1)
+
+
 class Launch:
     """A kernel compiled once for one set of constants, launched without looking at its arguments again.
 
@@ -82,21 +89,24 @@ class Launch:
             self._compiled = kernel.warmup(*arguments, **config, grid=(1,))
             self._run = self._compiled.run  # loads it
         self._knobs, self._driver = triton.knobs.runtime, triton.runtime.driver
-        self.occupancy = self._occupancy(config["num_warps"])
+        self._warps = config["num_warps"]
+        self.occupancy = self._occupancy(self._warps)
 
     def _occupancy(self, warps: int) -> int:
-        """Blocks a multiprocessor holds, rounded down so that its four schedulers get equal warps."""
+        """Blocks a multiprocessor holds."""
         per_warp = -(-self._compiled.n_regs // 8) * 8 * 32
         blocks = min(_REGISTERS // (per_warp * warps), _WARPS // warps, _BLOCKS)
         if self._compiled.metadata.shared:
             blocks = min(blocks, _SHARED // (self._compiled.metadata.shared + 1024))
-        while blocks * warps > 4 and blocks * warps % 4:
-            blocks -= 1
-        return max(blocks, 1)
+        return _even(blocks, warps)
 
-    def grid_of(self, rows: int) -> tuple[int, int, int]:
-        """Of persistent programs that share rows: as many as the device holds at once, or one a row."""
-        return min(rows, multiprocessors(self.device) * self.occupancy), 1, 1
+    def grid_of(self, rows: int, most: int = _BLOCKS) -> tuple[int, int, int]:
+        """Of persistent programs that share rows: as many as the device holds at once, or one a row.
+
+        ``most``: on a multiprocessor.
+        """
+        blocks = _even(min(self.occupancy, most), self._warps)
+        return min(rows, multiprocessors(self.device) * blocks), 1, 1
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream of the device, which must be the current one."""

@@ -183,7 +183,7 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
             kernel="fp4_value_rows",
             why="weights decoded in the registers of the bfloat16 matrix units, each once; x decoded before",
             refusal=packed or (f"M={m} is above {FP4_VALUE_ROWS}" if m > FP4_VALUE_ROWS else None),
-            unasked=None if hopper else _many_programs(m, n, target),
+            unasked=None if hopper else _rows_read_again(m),
             tile=_value_rows_tile(m, n, target),
         ),
         Candidate(
@@ -241,11 +241,9 @@ def _few_rows_tile(n: int, target: Target) -> tuple[int, int]:
     return 16, 16 if -(-n // 16) <= 2 * target.multiprocessors else 32
 
 
-def _many_programs(m: int, n: int, target: Target) -> str | None:
-    """Why ``auto`` prefers the Hopper product to one whose every program reads all of x."""
-    if m <= 16 or -(-n // 32) <= target.multiprocessors:
-        return None
-    return f"N={n} makes more programs than {target} has multiprocessors, and each would read all M={m} rows"
+def _rows_read_again(m: int) -> str | None:
+    """Why ``auto`` prefers the Hopper product to one whose every program reads all of x (measured on an H200)."""
+    return f"each of its programs reads all M={m} rows, which is slower from 17 on" if m > 16 else None
 
 
 def hopper_tile(m: int, n: int, target: Target) -> tuple[int, int]:
