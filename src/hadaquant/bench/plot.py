@@ -113,7 +113,7 @@ def _bars(axes: Any, part: Sequence[tuple[Result, dict[str, float]]], widest: fl
     found = [result for result, _ in part]
     labels, common = _labels(found)
     op = found[0].op
-    axes.set_title(f"{op.title}: {op.axes}, {common}", fontsize=10, loc="left")
+    axes.set_title(", ".join(filter(None, (f"{op.title}: {op.axes}", common))), fontsize=10, loc="left")
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True)
