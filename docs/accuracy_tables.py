@@ -125,7 +125,7 @@ def recipes() -> str:
         "perplexity",
         "95 %",
         "less loss than rtn",
-        "long",
+        f"of {LONG}",
     )
     return table(head, rows)
 
