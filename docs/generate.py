@@ -157,9 +157,9 @@ def model_section() -> list[str]:
     key = ("what", "model", "format", "rotation", "prompt", "variant", "dtype")
     newest = list({tuple(row.get(name) for name in key): row for row in found}.values())
     lines = ["", "## A real model", "", *MODEL_TEXT.strip().splitlines(), ""]
+    counts = ("dtype", "layers", "differing_inputs", "differing_outputs")
     rows = [
-        (row["model"], f"{row['format']}, {row['rotation']}", row["dtype"])
-        + (row["layers"], row["differing_inputs"], row["differing_outputs"], f"{row['share_of_bound']:.2f}")
+        (row["model"], f"{row['format']}, {row['rotation']}", *(row[n] for n in counts), f"{row['share_of_bound']:.2f}")
         for row in newest
         if row["what"] == "linears"
     ]
@@ -191,9 +191,9 @@ def model_section() -> list[str]:
 
 MODEL_TEXT = """
 One quantized folder on the GPU and on the CPU (`python benchmarks/model_on_gpu.py`). First each linear on what it reads
-on the CPU for a prompt: bytes of its coded input and numbers of its output that differ, and the largest error beside the
-bound of products (twice torch's own error in that dtype, and a float32 rounding). Outputs of `int8` have to be equal, FP4's
-within the bound; 1.00 is where a float32 output of NVFP4 lies, whose sums the matrix units cut short.
+on the CPU for a prompt: bytes of its coded input and numbers of its output that differ, and the largest error beside
+the bound of products (twice torch's own error in that dtype, and a float32 rounding). Outputs of `int8` have to be
+equal, FP4's within the bound, which a float32 output of NVFP4 just reaches: matrix units cut their sums short.
 
 Then greedy tokens, all but the linears in float64: linears then read the same on both devices. In float32 a norm that
 differs in its last bit turns a code, and thirty layers make that as large as the quantization's own noise. Logits are
