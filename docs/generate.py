@@ -193,7 +193,7 @@ MODEL_TEXT = """
 One quantized folder on the GPU and on the CPU (`python benchmarks/model_on_gpu.py`). First each linear on what it reads
 on the CPU for a prompt: bytes of its coded input and numbers of its output that differ, and the largest error beside
 the bound of products (twice torch's own error in that dtype, and a float32 rounding). Outputs of `int8` have to be
-equal, FP4's within the bound, which a float32 output of NVFP4 just reaches: matrix units cut their sums short.
+equal, FP4's within the bound; a float32 output of NVFP4 misses it by 0.1 %, since matrix units cut their sums short.
 
 Then greedy tokens, all but the linears in float64: linears then read the same on both devices. In float32 a norm that
 differs in its last bit turns a code, and thirty layers make that as large as the quantization's own noise. Logits are
