@@ -38,9 +38,6 @@ def test_products_of_few_rows(target, format):
     for m in (1, 2, 3, 4) if measured else (4,):
         arguments = gemm_fp4_small.gemv_config(m, f, True, overlap, at_rest=True)
         check(compile_for(gemm_fp4_small.gemv_kernel, POINTERS, arguments, target), target)
-    for tile in gemm_fp4_small.SLICES_AND_WORDS:
-        arguments = gemm_fp4_small.few_rows_config(tile, f, True, overlap, at_rest=True)
-        check(compile_for(gemm_fp4_small.few_rows_kernel, POINTERS, arguments, target), target)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])

@@ -23,7 +23,6 @@ CASES = {
         (31, (32, 32), FP16, False),
         (64, (64, 32), BF16, True),
     ],
-    "fp4_few_rows": [(16, (16, 16), BF16, True), (15, (16, 32), FP32, False)],
     "fp4_mm_hopper": [
         (1, (16, 128), BF16, True),
         (17, (32, 128), FP16, False),

@@ -125,3 +125,20 @@ def decode_slice(words, scales, RULE: gl.constexpr, i: gl.constexpr):
     return gl.inline_asm_elementwise(
         _decode_asm(RULE, i, True), "=r,r,r,r,r", [words, scales], dtype=gl.bfloat16, is_pure=True, pack=2
     )
+
+
+@gluon.constexpr_function
+def _load_scales_asm(rule):
+    """Scale bytes of 32 codes at an address -> one for each of their four words."""
+    if rule == "e4m3_global":
+        text = "{ .reg .b32 v; ld.global.u16 v, [$4]; and.b32 $0, v, 255; mov.b32 $1, $0; shr.u32 $2, v, 8; "
+        return text + "mov.b32 $3, $2; // $5 $6 $7\n}"
+    return "ld.global.u8 $0, [$4]; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; // $5 $6 $7"
+
+
+@gluon.jit
+def load_scales(addresses, RULE: gl.constexpr, PURE: gl.constexpr):
+    """Scale bytes of 32 codes at each fourth address, one for each of their four words."""
+    return gl.inline_asm_elementwise(
+        _load_scales_asm(RULE), "=r,=r,=r,=r,l,l,l,l", [addresses], dtype=gl.int32, is_pure=PURE, pack=4
+    )

@@ -196,7 +196,7 @@ def scaled_mm(
     elif kernel != "fp4_mm":
         from hadaquant.kernels.gemm_fp4 import through_bfloat16
         from hadaquant.kernels.gemm_fp4_hopper import fp4_mm
-        from hadaquant.kernels.gemm_fp4_small import few_rows, gemv
+        from hadaquant.kernels.gemm_fp4_small import gemv
         from hadaquant.kernels.gemm_fp4_values import value_rows
 
         x, sx, w, sw = (aligned(t) for t in (x, sx, w, sw))
@@ -204,7 +204,7 @@ def scaled_mm(
         if kernel in ("fp4_gemv", "fp4_unpacked"):
             (gemv if kernel == "fp4_gemv" else through_bfloat16)(*operands)
         else:
-            of_tiles = {"fp4_value_rows": value_rows, "fp4_few_rows": few_rows, "fp4_mm_hopper": fp4_mm}
+            of_tiles = {"fp4_value_rows": value_rows, "fp4_mm_hopper": fp4_mm}
             of_tiles[kernel](*operands, tile or (256, 128))
     else:
         config = fp4_config(m, format)

@@ -15,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
-from hadaquant.kernels.fp4_words import decode_slice, paired_scales
+from hadaquant.kernels.fp4_words import decode_slice, load_scales, paired_scales
 from hadaquant.kernels.gemm_fp4 import unpack_words
-from hadaquant.kernels.gemm_fp4_small import _load_scales
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 
@@ -72,7 +71,7 @@ def value_rows_kernel(
         if not AT_REST:
             gdc_wait()
     w = gl.load(w_words + wk, mask=(column < N) & (wk < words), other=0)
-    sw = _load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
+    sw = load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
     if AT_REST:
         gdc_wait()
     for k in range(0, words, STEP):
@@ -80,7 +79,7 @@ def value_rows_kernel(
         # the next words are on their way while these are decoded
         next_k = k + STEP + wk
         next_w = gl.load(w_words + next_k, mask=(column < N) & (next_k < words), other=0)
-        next_sw = _load_scales(w_scales + gl.minimum(next_k, words - 4) // 4 * EACH, RULE, True)
+        next_sw = load_scales(w_scales + gl.minimum(next_k, words - 4) // 4 * EACH, RULE, True)
         sw = paired_scales(sw, RULE)
         for i in gl.static_range(8):
             acc = mma_v2(decode_slice(w, sw, RULE, i), _pick(x[i % 4], i >= 4), acc)

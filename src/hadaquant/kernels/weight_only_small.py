@@ -1,6 +1,6 @@
 """Few rows of bfloat16 x times packed FP4 weights, in Gluon; twin of ``weight_mm_kernel``.
 
-As in ``gemm_fp4_small.few_rows``, packed words go straight into the registers that the bfloat16 matrix units read and
+Packed words go straight into the registers that the bfloat16 matrix units read and
 are decoded there, and warps take slices of K and add them at the end. Weights are the left operand, 16 rows of
 them, so that as few as eight rows of x fill the right one. x comes in its natural order, the eight elements that
 belong to a word in one load of 16 bytes; pairs of them are put together by byte permutes.
@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
-from hadaquant.kernels.fp4_words import decode_nibble, paired_scales
-from hadaquant.kernels.gemm_fp4_small import _load_scales
+from hadaquant.kernels.fp4_words import decode_nibble, load_scales, paired_scales
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
 
 
@@ -71,13 +70,13 @@ def weight_few_rows_kernel(
         gdc_wait()
     STEP: gl.constexpr = SLICES * WORDS
     w = gl.load(w_words + wk, mask=(column < N) & (wk < words), other=0)
-    sw = _load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
+    sw = load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
     for k in range(0, words, STEP):
         x0, x1, x2, x3 = _load_eight(x_rows + gl.minimum(k + xk, words - 1) * 8)
         # the next words are on their way while these are decoded
         next_wk = k + STEP + wk
         next_w = gl.load(w_words + next_wk, mask=(column < N) & (next_wk < words), other=0)
-        next_sw = _load_scales(w_scales + gl.minimum(next_wk, words - 4) // 4 * EACH, RULE, True)
+        next_sw = load_scales(w_scales + gl.minimum(next_wk, words - 4) // 4 * EACH, RULE, True)
         sw = paired_scales(sw, RULE)
         pairs = (x0, x1, x2, x3)
         for i in gl.static_range(4):

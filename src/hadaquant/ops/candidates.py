@@ -155,9 +155,8 @@ def _sgl(target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
     )
 
 
-#: Most rows for integer sums of codes, for weights decoded in registers beside an x of bfloat16, and for both decoded
-#: there (measured on an H200).
-FP4_GEMV_ROWS, FP4_VALUE_ROWS, FP4_FEW_ROWS = 4, 64, 16
+#: Most rows for integer sums of codes, and for weights decoded in registers beside an x of bfloat16.
+FP4_GEMV_ROWS, FP4_VALUE_ROWS = 4, 64
 
 
 def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
@@ -185,12 +184,6 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
             refusal=packed or (f"M={m} is above {FP4_VALUE_ROWS}" if m > FP4_VALUE_ROWS else None),
             unasked=None if hopper else _rows_read_again(m),
             tile=_value_rows_tile(m, n, target),
-        ),
-        Candidate(
-            kernel="fp4_few_rows",
-            why="packed operands decoded in the registers of the bfloat16 matrix units",
-            refusal=packed or (f"M={m} is above {FP4_FEW_ROWS}" if m > FP4_FEW_ROWS else None),
-            tile=_few_rows_tile(n, target),
         ),
         Candidate(
             kernel="fp4_mm_hopper",
@@ -233,12 +226,8 @@ def _block_scaled(format: Format, target: Target, n: int, k: int, out_dtype: tor
 def _value_rows_tile(m: int, n: int, target: Target) -> tuple[int, int]:
     """Rows of x and of the weight in a tile: of few rows narrow ones, while they all run at once."""
     if m <= 16:
-        return (8 if m <= 8 else 16), _few_rows_tile(n, target)[1]
+        return (8 if m <= 8 else 16), 16 if -(-n // 16) <= 2 * target.multiprocessors else 32
     return (32 if m <= 32 else 64), 32
-
-
-def _few_rows_tile(n: int, target: Target) -> tuple[int, int]:
-    return 16, 16 if -(-n // 16) <= 2 * target.multiprocessors else 32
 
 
 def _rows_read_again(m: int) -> str | None:
