@@ -33,14 +33,16 @@ def unpacked(q):
     return codes.numpy()
 
 
-#: A share at which float32 and float64 agree on all codes of these problems.
-DAMPING = 0.05
+DAMPING = 0.1
+#: How far float32 and float64 may be apart, of a number that is about to be rounded.
+FLOAT32 = 2e-5
 
 
 def dense_gptq(weight, hessian, format, order):
     """One column at a time, removing its row and column from the inverse Hessian by elimination. numpy, float64.
 
-    ``order`` keeps blocks together. Scales are chosen from a block as it is when its turn comes.
+    ``order`` keeps blocks together. Scales are chosen from a block as it is when its turn comes. Returns codes, and
+    where a number lies so near to a boundary that float32 may round it to the other side.
     """
     block = BLOCKS[format] or weight.shape[1]
     w = weight.double().numpy().copy()
@@ -48,7 +50,12 @@ def dense_gptq(weight, hessian, format, order):
     inverse = np.linalg.inv(h[np.ix_(order, order)])
     g = oracle.global_scale(weight.numpy()) if format == "nvfp4" else None
     codes = np.zeros(w.shape, np.int8 if format == "int8" else np.uint8)
+    ties = np.zeros(w.shape, bool)
     multipliers = {}
+
+    def encoded(ratio, y):
+        return np.clip(np.rint(ratio), -127, 127) if format == "int8" else oracle.e2m1(ratio, y)
+
     left = list(order)
     while left:
         column = left[0]
@@ -59,17 +66,26 @@ def dense_gptq(weight, hessian, format, order):
         m = multipliers[column // block]
         y = w[:, column].astype(np.float32)
         ratio = oracle.divide(y, np.where(m == 0, 1, m))
+        codes[:, column] = encoded(ratio, y)
+        near = [encoded((ratio * (1 + e)).astype(np.float32), y) for e in (-FLOAT32, FLOAT32)]
+        ties[:, column] = near[0] != near[1]
         if format == "int8":
-            codes[:, column] = np.clip(np.rint(ratio), -127, 127)
             value = codes[:, column] * m.astype(np.float64)
         else:
-            codes[:, column] = oracle.e2m1(ratio, y)
             value = np.sign(y) * np.array(oracle.E2M1_VALUES)[codes[:, column] & 7] * m.astype(np.float64)
         pivot = inverse[0, 0]
         w[:, left[1:]] -= np.outer((w[:, column] - value) / pivot, inverse[0, 1:])
         inverse = inverse[1:, 1:] - np.outer(inverse[1:, 0], inverse[0, 1:]) / pivot
         left = left[1:]
-    return codes
+    return codes, ties
+
+
+def assert_same(q, dense, order):
+    """The codes of each row are the dense ones, up to a tie: what comes after one has another error to make up for."""
+    found, (codes, ties) = unpacked(q), dense
+    for mine, right, tie in zip(found[:, order], codes[:, order], ties[:, order], strict=True):
+        differ = np.flatnonzero(mine != right)
+        assert not len(differ) or tie[differ[0]], f"column {differ[0]} of {len(mine)} is no tie"
 
 
 @every_format
@@ -77,7 +93,7 @@ def dense_gptq(weight, hessian, format, order):
 def test_codes_are_those_of_a_dense_gptq(format, k):
     weight, hessian, _ = problem(k=k)
     found = gptq(weight, hessian, format, act_order=False, damping=DAMPING)
-    assert np.array_equal(unpacked(found), dense_gptq(weight, hessian, format, range(k)))
+    assert_same(found, dense_gptq(weight, hessian, format, range(k)), range(k))
 
 
 @every_format
@@ -88,7 +104,7 @@ def test_act_order_takes_strong_channels_first_and_keeps_blocks_together(format)
     blocks = sorted(range(96 // block), key=lambda b: -strength[b * block : (b + 1) * block].sum())
     order = [c for b in blocks for c in sorted(range(b * block, (b + 1) * block), key=lambda c: -strength[c].item())]
     found = gptq(weight, hessian, format, damping=DAMPING)
-    assert np.array_equal(unpacked(found), dense_gptq(weight, hessian, format, order))
+    assert_same(found, dense_gptq(weight, hessian, format, order), order)
 
 
 @every_format
