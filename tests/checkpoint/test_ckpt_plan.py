@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,13 +65,16 @@ def test_fingerprint_is_of_the_weights_not_of_the_files(folder, plain_tensors, t
     assert fingerprint(Checkpoint.open(shards)) == whole
 
 
-@pytest.mark.parametrize("change", ["values", "dtype", "name"])
+@pytest.mark.parametrize("change", ["one value", "values", "dtype", "name"])
 def test_a_plan_for_another_model_is_refused(folder, plain_tensors, tmp_path, change):
     plan = plan_for(folder(plain_tensors))
     other = dict(plain_tensors)
     weight = other["layers.1.up.weight"]
     if change == "values":
         other["layers.1.up.weight"] = weight + 1
+    elif change == "one value":
+        other["layers.1.up.weight"] = weight.clone()
+        other["layers.1.up.weight"][0, 0] += 1
     elif change == "dtype":
         other["layers.1.up.weight"] = weight.to(torch.bfloat16)
     else:
@@ -78,6 +82,20 @@ def test_a_plan_for_another_model_is_refused(folder, plain_tensors, tmp_path, ch
     rule = "names 'layers.1.up', which" if change == "name" else "are not those it was made for"
     with pytest.raises(PlanError, match=rule):
         hq.quantize_checkpoint(folder(other, name="other"), tmp_path / "out", plan=plan)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_whose_fingerprint_saw_a_part_of_the_weights(folder, plain_tensors, tmp_path):
+    source = folder(plain_tensors)
+    plan = replace(plan_for(source), fingerprint="sha256:0123456789abcdef0123456789abcdef")
+    with pytest.raises(PlanError, match=r"older version, whose fingerprint saw only a part .*; study this model"):
+        hq.quantize_checkpoint(source, tmp_path / "out", plan=plan)
+
+
+def test_a_plan_was_measured_with_coded_activations(folder, plain_tensors, tmp_path):
+    source = folder(plain_tensors)
+    with pytest.raises(PlanError, match="measured with coded activations, and 'full' are asked for; leave"):
+        hq.quantize_checkpoint(source, tmp_path / "out", plan=plan_for(source), activations="full")
     assert not (tmp_path / "out").exists()
 
 

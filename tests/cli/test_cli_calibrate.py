@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from test_cli_quantize import assert_error, run
 
 import hadaquant as hq
@@ -40,7 +41,7 @@ def test_better_codes_in_the_same_kind_of_folder(folders, tmp_path):
     assert "gptq+search on 2 windows of 512 tokens: mean error of the outputs 0." in " ".join(result.stdout.split())
     assert {path.name for path in better.iterdir()} == {path.name for path in plain.iterdir()}
     first, second = (json.loads((path / "config.json").read_text())["quantization_config"] for path in (plain, better))
-    assert first == second
+    assert second.pop("calibration") and first == second
     assert {layer["format"] for layer in json.loads(report.read_text())["layers"] if layer["format"]} == {"mxfp4"}
     models = [hq.load(path) for path in (plain, better)]
     name = "model.layers.0.mlp.up_proj"
@@ -84,13 +85,51 @@ def test_gains_in_the_folder_are_those_of_the_fitted_model(folders, tmp_path):
     assert all(not torch.equal(stored[name], source[name]) for name in gains_of(full))
 
 
+def test_what_calibrated_leaves_its_trace(folders, tmp_path):
+    """In the header and in config.json, shown by inspect; and eval refuses the very text."""
+    out, text = tmp_path / "out", folders / "text.txt"
+    result = quantize(folders, out, "--weights", "gptq", "--gains", 2, "--windows", 1, "--calibration", text)
+    assert result.exit_code == 0, result.stderr
+    with safe_open(out / "hadaquant.safetensors", "pt") as file:
+        header = json.loads(file.metadata()["hadaquant"])["calibration"]
+    assert header == json.loads((out / "config.json").read_text())["quantization_config"]["calibration"]
+    digest = header.pop("digest")
+    assert len(digest) == 16
+    assert header == {
+        "method": "gptq", "options": {}, "text": "text.txt", "windows": 1, "window": 512, "gains": 2
+    }  # fmt: skip
+    said = f"calibration: gptq, gains fitted for 2 steps, on 1 × 512 tokens of text.txt ({digest})"
+    assert said in run("inspect", out).stdout
+    for options in ((), ("--tokens", 64)):
+        result = run("eval", out, "--text", text, "--window", 64, *options)
+        assert_error(result, "text.txt", "was calibrated on", "test on text never calibrated on")
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[1:])
+    assert run("eval", out, "--text", other, "--window", 64, "--tokens", 128).exit_code == 0
+
+
+def test_options_of_the_recipe_are_recorded(folders):
+    from hadaquant.calibrate import Recipe
+    from hadaquant.cli.calibration import Calibration
+
+    better = Calibration(str(folders / "source"), folders / "text.txt", "gptq", 1, "cpu", "coded")
+    better.recipe = Recipe(method="gptq", damping=0.5, stepwise=False)
+    assert better.record().options == {"damping": 0.5, "stepwise": False}
+    assert str(better.record()).startswith("gptq, stepwise False, damping 0.5, on 1 × 512 tokens")
+
+
 def test_what_is_asked_must_go_together(folders, tmp_path):
     out = tmp_path / "out"
     assert quantize(folders, out, "--weights", "gptq").exit_code == 2
     assert quantize(folders, out, "--gains", 3).exit_code == 2
     assert quantize(folders, out, "--calibration", folders / "text.txt").exit_code == 2
     text = ("--calibration", folders / "short.txt")
-    assert_error(quantize(folders, out, "--weights", "gptq", *text), "short.txt", "shorter than one window")
+    assert_error(
+        quantize(folders, out, "--weights", "gptq", *text),
+        "short.txt",
+        "shorter than one window",
+        "512; give a longer text",
+    )
     text = ("--calibration", folders / "text.txt")
-    assert_error(quantize(folders, out, "--weights", "best", *text), "unknown method 'best'")
+    assert_error(quantize(folders, out, "--weights", "best", *text), "unknown method of --weights 'best'")
     assert not out.exists()

@@ -117,5 +117,6 @@ def _made(checkpoint: Checkpoint) -> dict[str, str]:
         "source": record.source,
         "asked for": record.format and f"{record.format}, rotation {record.rotation}",
         "skip": None if record.skip is None else ", ".join(record.skip) or "nothing",
+        "calibration": None if record.calibration is None else str(record.calibration),
     }
     return {key: value for key, value in said.items() if value is not None}

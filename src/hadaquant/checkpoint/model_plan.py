@@ -21,8 +21,8 @@ from hadaquant.rotation import Rotation, parse
 #: Version of the file's own fields. A reader refuses another one.
 PLAN_VERSION = 1
 _SIGNED = "+signs"
-#: Bytes of each tensor that its model is recognized by.
-_SAMPLE = 64
+#: What a fingerprint starts with. Plans of before looked at some bytes of each tensor only.
+_HASH, _SAMPLED = "blake2b:", "sha256:"
 
 
 class Choice(NamedTuple):
@@ -50,15 +50,28 @@ class ModelPlan:
     kept: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def check_activations(self, activations: str) -> None:
+        """Refuse full activations: what a plan rests on was measured with coded ones.
+
+        Raises:
+            PlanError.
+        """
+        if activations != "coded":
+            rule = f"its choices were measured with coded activations, and {activations!r} are asked for"
+            fix = "leave activations out, or give a format and a rotation instead of the plan"
+            raise PlanError(plan=f"the plan for {self.model}", rule=rule, fix=fix)
+
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that the plan was not made for.
 
         Raises:
-            PlanError: a layer is missing, or the weights are others.
+            PlanError: a layer is missing, or the weights are others, or cannot be told from others.
         """
         missing = [name for name in self.layers if f"{name}.weight" not in checkpoint.tensors]
         if missing:
             rule = f"it names {missing[0]!r}, which {checkpoint.path} does not hold"
+        elif self.fingerprint.startswith(_SAMPLED):
+            rule = "it is of an older version, whose fingerprint saw only a part of the weights"
         elif fingerprint(checkpoint) != self.fingerprint:
             rule = f"the weights of {checkpoint.path} are not those it was made for, though their names are"
         else:
@@ -120,14 +133,13 @@ def _signs(text: str) -> Tensor:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash that tells a model's weights from another's: names, dtypes, shapes and a few bytes of each tensor.
+    """A hash that tells a model's weights from any others: names, dtypes, shapes and all bytes of each tensor.
 
-    Independent of how the weights are spread over files. Reads headers and a little from each tensor.
+    Independent of how the weights are spread over files. Reads them all once, in pieces.
     """
-    found = hashlib.sha256()
+    found = hashlib.blake2b(digest_size=16)
     for name, stored in sorted(checkpoint.tensors.items()):
         found.update(json.dumps([name, stored.dtype, stored.shape]).encode())
-        with stored.path.open("rb") as file:
-            file.seek(stored.start + stored.nbytes // 2)
-            found.update(file.read(min(_SAMPLE, stored.nbytes - stored.nbytes // 2)))
-    return f"sha256:{found.hexdigest()[:32]}"
+        for piece in stored.pieces():
+            found.update(piece)
+    return _HASH + found.hexdigest()

@@ -19,7 +19,7 @@ from hadaquant.checkpoint.files import SafetensorsFile, SafetensorsWriter, Store
 from hadaquant.checkpoint.layouts import Layout, get_layout
 from hadaquant.checkpoint.linears import find_linears
 from hadaquant.checkpoint.model_plan import Choice, ModelPlan
-from hadaquant.checkpoint.record import METADATA_KEY, Record
+from hadaquant.checkpoint.record import METADATA_KEY, CalibrationRecord, Record
 from hadaquant.checkpoint.source import INDEX_SUFFIX, STEM, SUFFIX, Checkpoint, write_json
 from hadaquant.checkpoint.stream import WeightJob
 from hadaquant.checkpoint.unquantized import check_unquantized
@@ -76,6 +76,7 @@ def quantize_checkpoint(
     layout: str = "native",
     device: torch.device | str = "cpu",
     codes: Codes | None = None,
+    calibration: CalibrationRecord | None = None,
     progress: Progress | None = None,
 ) -> CheckpointReport:
     """Write a checkpoint again with its linears rotated and quantized.
@@ -93,13 +94,15 @@ def quantize_checkpoint(
         device: where the arithmetic runs; the bytes are the same.
         codes: makes better codes than the nearest, such as those of a calibration; a layer it leaves out is
             rounded to nearest. It may change tensors that are not quantized, too.
+        calibration: how ``codes`` makes them, for the record.
         progress: called as work goes on.
 
     Raises:
         CheckpointError: a source that cannot be read, an output that cannot be written.
         AlreadyQuantized: the source is quantized.
         PatternError: a skip pattern matches no linear.
-        PlanError: the plan is for another model, or a format is given beside it, or neither is.
+        PlanError: the plan is for another model or, as all are, for coded activations; or a format is given beside it,
+            or neither is.
         UnknownChoice, RotationError: no such format, layout, rotation or device.
         MismatchError: ``codes`` gave a weight of another format, rotation, shape or scale layout, or a tensor that is
             not in the checkpoint.
@@ -113,6 +116,7 @@ def quantize_checkpoint(
     check_unquantized(checkpoint)
     report = CheckpointReport(file_bytes_before=checkpoint.nbytes)
     if isinstance(given, ModelPlan):
+        given.check_activations(activations)
         given.check_model(checkpoint)
     jobs, report.linears = _choose(checkpoint, given, skip, report)
     jobs = {name: replace(job, activations=activations) for name, job in jobs.items()}
@@ -126,6 +130,7 @@ def quantize_checkpoint(
         layers={job.layer: job.contract for job in jobs.values()},
         kept={layer.name: layer.reason for layer in report.kept},
         source=os.fspath(source),
+        calibration=calibration,
         **({} if isinstance(given, ModelPlan) else _asked(given, skip)),
     )
     report.record = record.to_dict()

@@ -18,6 +18,33 @@ RECORD_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationRecord:
+    """What better codes than the nearest, and fitted gains, were made with.
+
+    Attributes:
+        method: how weights got their codes, such as ``gptq``; ``rtn`` is the nearest.
+        options: of the method, where they are not the defaults.
+        text: the calibration text's file name.
+        digest: of all of its tokens, as a study has it.
+        windows, window: how many windows of how many tokens were read.
+        gains: steps that the norms' gains were fitted for.
+    """
+
+    method: str
+    options: dict[str, Any]
+    text: str
+    digest: str
+    windows: int
+    window: int
+    gains: int = 0
+
+    def __str__(self) -> str:
+        options = "".join(f", {key} {value}" for key, value in self.options.items())
+        gains = f", gains fitted for {self.gains} steps" if self.gains else ""
+        return f"{self.method}{options}{gains}, on {self.windows} × {self.window} tokens of {self.text} ({self.digest})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """How a checkpoint, or one file of it, was made.
 
@@ -29,6 +56,7 @@ class Record:
         tied: names of tensors that are stored under another name.
         source: the path as the user typed it; None for a model saved from memory.
         format, rotation, skip: what was asked for; None for a model saved from memory.
+        calibration: None where codes are the nearest and gains the source's; then it is not written.
     """
 
     tool: str
@@ -40,6 +68,7 @@ class Record:
     format: str | None = None
     rotation: str | None = None
     skip: tuple[str, ...] | None = None
+    calibration: CalibrationRecord | None = None
     version: int = RECORD_VERSION
 
     def of_file(self, layers: set[str], tensors: set[str]) -> Record:
@@ -53,7 +82,10 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Fields for JSON."""
-        return {**asdict(self), "layers": {name: contract.to_dict() for name, contract in self.layers.items()}}
+        fields = {**asdict(self), "layers": {name: contract.to_dict() for name, contract in self.layers.items()}}
+        if self.calibration is None:
+            del fields["calibration"]
+        return fields
 
     def to_json(self) -> str:
         """Compact JSON for a header."""
@@ -90,8 +122,13 @@ class Record:
                 f"this library reads {RECORD_VERSION}",
                 fix="upgrade hadaquant",
             )
+        fields = {"calibration": None, **fields}
         if set(fields) != set(cls.__dataclass_fields__) or not isinstance(fields["layers"], dict):
             raise damaged
         layers = {name: Contract.from_dict(contract, name) for name, contract in fields["layers"].items()}
-        skip = fields["skip"]
-        return cls(**{**fields, "layers": layers, "skip": None if skip is None else tuple(skip)})
+        skip, calibration = fields["skip"], fields["calibration"]
+        try:
+            made = None if calibration is None else CalibrationRecord(**calibration)
+        except TypeError as error:
+            raise damaged from error
+        return cls(**{**fields, "layers": layers, "skip": None if skip is None else tuple(skip), "calibration": made})

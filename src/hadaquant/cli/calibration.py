@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 from hadaquant.calibrate import CalibratedLayer, Recipe, calibrate_, fit_gains_, gains_of, token_batches
 from hadaquant.checkpoint import hf
 from hadaquant.checkpoint.model_plan import Choice
+from hadaquant.checkpoint.record import CalibrationRecord
 from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import LayerError
 from hadaquant.nn import Report, RotatedLinear
 from hadaquant.study.models import ModelFolder
 from hadaquant.study.perplexity import read_tokens
+from hadaquant.study.run import digest
 from hadaquant.tensor import QuantizedTensor
 
 #: Tokens a window, and windows a batch.
@@ -56,6 +59,7 @@ class Calibration:
         self.folder = ModelFolder.open(Path(source))
         ids = read_tokens(text, self.folder.tokenizer(), WINDOW)
         self.batches = token_batches(ids, WINDOW, windows, BATCH)
+        self.text, self.digest = text.name, digest(ids)
         self.report = Report()
 
     def __call__(self, choices: Mapping[str, Choice]) -> dict[str, QuantizedTensor | Tensor]:
@@ -112,12 +116,25 @@ class Calibration:
         self.losses = fit_gains_(model, full, batches, steps=self.gains, progress=progress)
         return {there[name]: gain.detach().to("cpu") for name, gain in gains_of(model).items()}
 
+    def record(self) -> CalibrationRecord:
+        """What the checkpoint says of it."""
+        recipe = {f.name: getattr(self.recipe, f.name) for f in fields(Recipe) if f.name != "method"}
+        defaults = Recipe()
+        return CalibrationRecord(
+            method=self.recipe.method,
+            options={name: value for name, value in recipe.items() if value != getattr(defaults, name)},
+            text=self.text,
+            digest=self.digest,
+            windows=sum(batch.shape[0] for batch in self.batches),
+            window=WINDOW,
+            gains=self.gains,
+        )
+
     def summary(self) -> str:
         """One line: what the text was and what the calibration gained."""
         layers = [layer for layer in self.report.quantized if isinstance(layer, CalibratedLayer)]
         errors = [(m.output_error, m.nearest_error) for m in layers if m.output_error is not None]
-        windows = len(self.batches) * self.batches[0].shape[0]
-        text = f"{self.recipe.method} on {windows} windows of {WINDOW} tokens"
+        text = f"{self.recipe.method} on {self.record().windows} windows of {WINDOW} tokens"
         if errors:
             found, nearest = (sum(e or 0.0 for e in column) / len(errors) for column in zip(*errors, strict=True))
             text += f": mean error of the outputs {found:.4f}, rounded to nearest {nearest:.4f}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import hadaquant
-from hadaquant.study.models import evaluate_all, with_gains, with_sources
+from hadaquant.study.models import check_never_calibrated_on, evaluate_all, with_gains, with_sources
 from hadaquant.study.perplexity import read_tokens
 from hadaquant.study.report import console_for, perplexity_table, write_json
 
@@ -32,6 +32,7 @@ def eval_(
     """
     models = with_sources(folders, source)
     ids = read_tokens(text, models[0].tokenizer(), window, tokens)
+    check_never_calibrated_on(models, text)
     windows = len(ids) // window
     with Console(stderr=True).status("") as status:
 

@@ -105,6 +105,7 @@ def quantize(
             layout=layout,
             device=device,
             codes=better,
+            calibration=None if better is None else better.record(),
             progress=progress,
         )
     show(report, console())

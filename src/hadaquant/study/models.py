@@ -13,24 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from hadaquant.checkpoint.layouts import layout_of
+from hadaquant.checkpoint.record import CalibrationRecord
 from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra
 from hadaquant.nn import RotatedLinear
 from hadaquant.study.metrics import Helps
-from hadaquant.study.perplexity import Comparison, Full, Perplexity, logits_of, perplexity
+from hadaquant.study.perplexity import Comparison, Full, Perplexity, logits_of, perplexity, read_tokens
+from hadaquant.study.run import digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
     """A folder with config.json and weights.
 
-    ``source`` is the folder a quantized one says it was made from; ``nbytes`` the size of the weights.
+    ``source`` is the folder a quantized one says it was made from; ``nbytes`` the size of the weights;
+    ``calibration`` how its codes were made, where they are not the nearest.
     """
 
     path: Path
     quantized: bool
     source: Path | None
     nbytes: int
+    calibration: CalibrationRecord | None = None
 
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
@@ -44,12 +48,14 @@ class ModelFolder:
         checkpoint = Checkpoint.open(path)
         if checkpoint.config is None:
             raise CheckpointError(path=path, rule="holds no config.json", fix="give a folder of a language model")
-        recorded = next((record.source for record in checkpoint.records.values()), None)
+        record = next(iter(checkpoint.records.values()), None)
+        recorded = None if record is None else record.source
         return cls(
             path=path,
             quantized=layout_of(checkpoint) is not None,
             source=None if recorded is None else Path(recorded),
             nbytes=checkpoint.nbytes,
+            calibration=None if record is None else record.calibration,
         )
 
     def load(self, device: str = "cpu") -> nn.Module:
@@ -112,6 +118,19 @@ def with_sources(folders: Iterable[Path], source: Path | None = None) -> list[Mo
             found[origin.resolve()] = ModelFolder.open(origin)
         found.setdefault(path.resolve(), replace(folder, source=origin))
     return list(found.values())
+
+
+def check_never_calibrated_on(folders: Iterable[ModelFolder], text: Path) -> None:
+    """Refuse a text that one of the models was calibrated on.
+
+    Raises:
+        CheckpointError.
+    """
+    for folder in folders:
+        made = folder.calibration
+        if made is not None and digest(read_tokens(text, folder.tokenizer(), 1)) == made.digest:
+            rule = f"is the text that {folder.path} was calibrated on"
+            raise CheckpointError(path=text, rule=rule, fix="test on text never calibrated on")
 
 
 def described(model: nn.Module) -> tuple[str, str]:
