@@ -263,8 +263,11 @@ def test_c2_tied_embedding():
     model = Model(1)
     model.lm_head.weight = model.embed.weight
     before = model.embed.weight.detach().clone()
-    hq.quantize_(model, "int8", "regular:64", skip=())
-    assert isinstance(model.lm_head, hq.RotatedLinear) and torch.equal(model.embed.weight, before)
+    report = hq.quantize_(model, "int8", "regular:64", skip=())
+    assert reasons(report) == {"lm_head": "tied to embed.weight"}
+    assert model.lm_head.weight is model.embed.weight and torch.equal(model.embed.weight, before)
+    kept = next(layer for layer in report.layers if layer.name == "lm_head")
+    assert kept.bytes_before == kept.bytes_after
 
 
 def test_a7_shared_modules_stay_shared():
@@ -286,11 +289,11 @@ def test_a7_a_shared_module_is_kept_if_any_place_is_skipped(order):
 
 
 def test_tied_weights_of_two_linears():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
-    hq.quantize_(model, "int8", "regular:64")
-    a, b = cast(hq.RotatedLinear, model[0]), cast(hq.RotatedLinear, model[1])
-    assert torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
+    report = hq.quantize_(model, "int8", "regular:64")
+    assert reasons(report) == {"0": "tied to 1.weight", "1": "tied to 0.weight"}
+    assert model[1].weight is model[0].weight and isinstance(model[2], hq.RotatedLinear)
 
 
 # ---- what is refused ----------------------------------------------------------------------------

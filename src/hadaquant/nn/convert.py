@@ -39,7 +39,8 @@ def quantize_(
     does; a layer that cannot be quantized stays as it is. The report says both.
 
     Args:
-        model: any module; shared modules stay shared, tied embeddings untouched.
+        model: any module. A module in several places stays shared; a linear whose weight another module holds too,
+            such as an embedding, is kept.
         format, rotation: as in :func:`hadaquant.quantize`.
         skip: name patterns (or one) to leave alone: whole dotted parts such as ``"lm_head"`` or
             ``"layers.*.mlp"``, or ``"re:..."``.
@@ -90,11 +91,12 @@ def quantize_(
 
 
 class Place(NamedTuple):
-    """Where a module hangs: ``parent.child``, in the whole model ``name``."""
+    """Where a module hangs: ``parent.child``, in the whole model ``name``. ``tied``: names of its weight elsewhere."""
 
     name: str
     parent: nn.Module
     child: str
+    tied: tuple[str, ...] = ()
 
 
 def linears_of(model: nn.Module) -> dict[nn.Linear, list[Place]]:
@@ -111,13 +113,19 @@ def linears_of(model: nn.Module) -> dict[nn.Linear, list[Place]]:
             fix="use RotatedLinear.from_linear",
         )
     modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[int, dict[nn.Module, str]] = {}
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), {}).setdefault(module, f"{name}.{key}")
     found: dict[nn.Linear, list[Place]] = {}
     for name, module in modules.items():
         if isinstance(module, RotatedLinear):
             raise AlreadyQuantized(name=name or "the model", found=f"{module.format}, {module.rotation}")
         if isinstance(module, nn.Linear):
             parent, _, child = name.rpartition(".")
-            found.setdefault(module, []).append(Place(name, modules[parent], child))
+            same = holders.get(id(module._parameters.get("weight")), {})
+            tied = tuple(other for holder, other in same.items() if holder is not module)
+            found.setdefault(module, []).append(Place(name, modules[parent], child, tied))
     if not found:
         raise LayerError(layer=type(model).__name__, rule="it holds no nn.Linear", fix="nothing to quantize")
     return found
@@ -143,6 +151,8 @@ def decide(
             return None, "filter_fn says no"
         if isinstance(place.parent, READ_WEIGHTS_THEMSELVES):
             return None, f"its parent {type(place.parent).__name__} reads the weight itself"
+        if place.tied:
+            return None, f"tied to {', '.join(place.tied)}"
     reason = why_not(linear)
     if reason is not None:
         return None, reason
