@@ -8,7 +8,10 @@ Appends to results/verify.jsonl and exits with 1 if a byte differs.
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -74,17 +77,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = inputs()
+    cases = list(itertools.product(given, hq.FORMATS, ROTATIONS))
     rows: list[dict[str, object]] = []
-    for name, x in inputs().items():
-        for format in hq.FORMATS:
-            for rotation in ROTATIONS:
-                ours = hq.quantize(x.to(device), format, rotation=rotation, backend="triton")
-                oracle = hq.quantize(x, format, rotation=rotation, backend="reference")
-                bad = differing(ours.codes, oracle.codes) + differing(ours.scales, oracle.scales)
-                if ours.global_scale is not None and oracle.global_scale is not None:
-                    bad += differing(ours.global_scale.view(1), oracle.global_scale.view(1))
-                row = {"what": "bytes", "input": name, "format": format, "rotation": rotation}
-                rows.append({**row, "elements": x.numel(), "differing_bytes": bad})
+
+    def right(case: tuple[str, str, str]) -> hq.QuantizedTensor:
+        name, format, rotation = case
+        return hq.quantize(given[name], format, rotation=rotation, backend="reference")
+
+    torch.set_num_threads(1)  # many cases at once instead
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (name, format, rotation), oracle in zip(cases, pool.map(right, cases), strict=True):
+            x = given[name]
+            ours = hq.quantize(x.to(device), format, rotation=rotation, backend="triton")
+            bad = differing(ours.codes, oracle.codes) + differing(ours.scales, oracle.scales)
+            if ours.global_scale is not None and oracle.global_scale is not None:
+                bad += differing(ours.global_scale.view(1), oracle.global_scale.view(1))
+            row = {"what": "bytes", "input": name, "format": format, "rotation": rotation}
+            rows.append({**row, "elements": x.numel(), "differing_bytes": bad})
     bytes_rows = list(rows)
     rows.append(
         {
