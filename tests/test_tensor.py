@@ -65,3 +65,12 @@ def test_codes_carry_no_gradient():
     x = torch.randn(4, 32, requires_grad=True)
     q = hq.quantize(x, "int8")
     assert not q.scales.requires_grad and not q.dequantize().requires_grad
+
+
+def test_a_short_description():
+    q = hq.quantize(torch.randn(4, 64), "nvfp4", rotation="sylvester:16")
+    assert repr(q) == "QuantizedTensor(nvfp4, rotation=sylvester:16, shape=[4, 64], device=cpu, 148 bytes)"
+    tiled = hq.quantize(torch.randn(4, 64), "mxfp4", scale_layout="tiled")
+    assert str(tiled).endswith("device=cpu, 640 bytes, tiled scales)")
+    layers = [hq.RotatedLinear(64, 8, "int8") for _ in range(2)]
+    assert repr(hq.share_input(layers)) == "InputGroup(size=2)"

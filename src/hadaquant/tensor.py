@@ -32,6 +32,12 @@ class QuantizedTensor:
     rotation: Rotation
     scale_layout: str = "linear"
 
+    def __repr__(self) -> str:
+        return (
+            f"QuantizedTensor({self.format}, rotation={self.rotation}, shape={list(self.shape)}, "
+            f"device={self.device}, {self.nbytes} bytes" + (", tiled scales)" if self.scale_layout == "tiled" else ")")
+        )
+
     @property
     def shape(self) -> torch.Size:
         """Logical shape ``[..., K]``."""

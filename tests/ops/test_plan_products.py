@@ -91,7 +91,7 @@ def test_b4_other_hardware_is_refused_with_the_reason(backend, target):
 
 @pytest.mark.parametrize("backend", PRODUCTS)
 def test_b4_other_formats_are_refused_with_the_reason(backend):
-    reason = "sm_90 has no FP4 units" if backend == "cublas" else f"int8_{backend}: it multiplies int8, not nvfp4"
+    reason = "sm_90 has no FP4 units" if backend == "cublas" else f"{backend}: it has no kernel for scaled_mm of nvfp4"
     with pytest.raises(BackendError, match=reason):
         hq.explain("nvfp4", 64, 64, 64, "sm_90", backend=backend)
 
@@ -126,6 +126,19 @@ def test_b10_the_message_lists_the_choices():
     ):
         with pytest.raises(UnknownChoice, match=f"unknown backend 'cutlass': choose one of {choices}"):
             call()
+
+
+@pytest.mark.parametrize("format", ["int8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("activations", ["coded", "full"])
+@pytest.mark.parametrize("m", [1, 4096])
+def test_b4_a_reason_against_every_other_kernel_of_the_format(format, activations, m):
+    found = hq.explain(format, m, 4096, 4096, "sm_90", activations=activations)
+    make = candidates.product_candidates if activations == "coded" else plan.weight_candidates
+    every = [c.kernel for c in make(get_format(format), get_target("sm_90"), m, 4096, 4096, torch.bfloat16)]
+    others = dict(found.scaled_mm.rejected)
+    assert [k for k in every if k != found.scaled_mm.kernel] == list(others) and all(others.values())
+    assert others.get("int8_mm", others.get("fp4_mm", "")).startswith("not needed: ") or activations == "full"
+    assert format == "int8" or not any(kernel.startswith("int8_") for kernel in others)
 
 
 # ---- FP4 ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hadaquant.front import NONE, FrontEnd, given
 from hadaquant.nn.lazy_weight import LazyWeight
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
-from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product
+from hadaquant.ops.checks import FLOAT_DTYPES, check_global_number, check_global_scale, check_product, check_tensor
 from hadaquant.ops.direct import direct_linear, unwatched
 from hadaquant.ops.library import op
 from hadaquant.ops.options import check_backend, scale_layout_for
@@ -219,9 +219,10 @@ class RotatedLinear(nn.Module):
         With a front end the layer is that of its result; there only the bias has a gradient.
 
         Raises:
-            ShapeError, DtypeError: x is not [..., K] of bfloat16, float16 or float32.
+            ShapeError, DtypeError: x is not a dense [..., K] of bfloat16, float16 or float32.
             FrontEndError: a front end where x or its tensors need a gradient.
         """
+        check_tensor(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ShapeError(
                 what="x", found=tuple(x.shape), expected=f"[..., {self.in_features}]", fix="as nn.Linear needs it"

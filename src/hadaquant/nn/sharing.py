@@ -47,6 +47,9 @@ class InputGroup:
         self.size = size
         self._threads = threading.local()
 
+    def __repr__(self) -> str:
+        return f"InputGroup(size={self.size})"
+
     def __getstate__(self) -> dict[str, int]:
         return {"size": self.size}  # what is in flight belongs to one thread of one process
 
@@ -85,8 +88,8 @@ def share_input(layers: Iterable[RotatedLinear]) -> InputGroup:
     """Declare that these layers read the same tensor, so that it is rotated and quantized once.
 
     Without a declaration nothing is shared. Under ``torch.inference_mode`` tensors carry no version,
-    so an in-place change between two members cannot be seen there: declare only layers that truly
-    read one unchanged tensor.
+    so an in-place change between two members cannot be seen there, and nowhere can one through ``x.data``, which
+    leaves the version as it is: declare only layers that truly read one unchanged tensor.
 
     Raises:
         LayerError: fewer than two layers, or layers whose inputs would be quantized differently.

@@ -9,7 +9,7 @@ from hadaquant.errors import DtypeError, MismatchError
 from hadaquant.formats import Format, get_format
 from hadaquant.front import FrontEnd, given
 from hadaquant.ops import weight_only as _weight_only  # noqa: F401 - defines its ops
-from hadaquant.ops.checks import check_front_end, check_global_number, check_input
+from hadaquant.ops.checks import check_front_end, check_global_number, check_input, check_tensor
 from hadaquant.ops.library import op
 from hadaquant.ops.options import check_backend
 from hadaquant.ops.plan import LinearPlan, Plan, explain
@@ -33,6 +33,7 @@ def rotate(x: Tensor, rotation: str | Rotation, inverse: bool = False, *, backen
     Raises:
         RotationError, GroupError, DtypeError, ShapeError, BackendError.
     """
+    check_tensor(x)
     r = parse(rotation).to(x.device)
     return torch.ops.hadaquant.rotate(x, r.spec, r.signs, r.matrix, inverse, check_backend(backend))
 
@@ -66,10 +67,7 @@ def quantize(
         UnknownChoice, RotationError, FrontEndError, GroupError, BlockError, DtypeError, ShapeError,
         GlobalScaleError, BackendError.
     """
-    if not isinstance(x, Tensor):
-        raise DtypeError(
-            what="x", found=type(x).__name__, expected="a torch.Tensor", fix="convert it with torch.tensor"
-        )
+    check_tensor(x)
     x = x.detach()  # codes have no gradient
     f, r = get_format(format), parse(rotation).to(x.device)
     args = (r.spec, r.signs, r.matrix)
@@ -109,11 +107,16 @@ def scaled_mm(
     put in that order first.
 
     Raises:
+        DtypeError: an operand is not quantized.
         MismatchError: formats or rotations differ.
         ShapeError: shapes differ.
         AccumulatorError: int8 with K above 133,144.
         BackendError: the backend has no kernel for this, with each one's reason.
     """
+    for what, operand in (("x", x), ("w", w)):
+        if not isinstance(operand, QuantizedTensor):
+            found = type(operand).__name__
+            raise DtypeError(what=what, found=found, expected="a QuantizedTensor", fix="quantize it with hq.quantize")
     for what, found, expected in (
         ("x's format", x.format, w.format),
         ("x's rotation", x.rotation, w.rotation),

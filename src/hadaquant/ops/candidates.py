@@ -171,7 +171,6 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
     elif not packed and out_dtype not in (torch.bfloat16, torch.float16):
         hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
     copied = None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
-    other = f"it multiplies int8, not {format}"
     return [
         Candidate(
             kernel="fp4_gemv",
@@ -198,7 +197,6 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
         ),
         Candidate(kernel="fp4_mm", why="codes times block scales decoded to bfloat16 (exact), multiplied into float32"),
         _block_scaled(format, target, n, k, out_dtype),
-        *(Candidate(kernel=f"int8_{b}", why="", backend=b, refusal=other) for b in PRODUCTS if b != "cublas"),
     ]
 
 

@@ -17,6 +17,21 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT8_MAX_K = (2**31 - 1) // INT8_MAX**2
 
 
+def check_tensor(x: object) -> None:
+    """Refuse what is no dense tensor.
+
+    Raises:
+        DtypeError.
+    """
+    if not isinstance(x, Tensor):
+        found, fix = type(x).__name__, "convert it with torch.as_tensor"
+        raise DtypeError(what="x", found=found, expected="a torch.Tensor", fix=fix)
+    if x.is_nested or x.layout != torch.strided:
+        found = f"{x.dtype}, {'nested' if x.is_nested else f'in layout {x.layout}'}"
+        fix = "give its parts one by one, or padded" if x.is_nested else "convert it with x.to_dense()"
+        raise DtypeError(what="x", found=found, expected="a dense tensor", fix=fix)
+
+
 def check_input(x: Tensor, format: Format | None, rotation: Rotation) -> None:
     """Refuse an input that cannot be rotated, or quantized if a format is given.
 

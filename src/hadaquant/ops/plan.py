@@ -27,7 +27,9 @@ log = logging.getLogger("hadaquant")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One op's kernel, the reason, and every better candidate that was passed over with its reason.
+    """One op's kernel, the reason, and every other candidate of the format with the reason against it.
+
+    With a backend asked for by name, its candidates alone.
 
     ``tile``: rows and columns of the output a program makes, where the kernel leaves a choice.
     """
@@ -89,7 +91,9 @@ def _choose(op: str, format: str, target: Target, backend: str, candidates: list
     triton = _triton_refusal(target)
 
     def plan(chosen: Candidate | None, reason: str, fast: bool, against: dict[str, str]) -> Plan:
-        rejected = tuple((kernel, why) for kernel, why in against.items() if not chosen or kernel != chosen.kernel)
+        needless = f"not needed: {chosen.kernel} comes before it" if chosen else ""
+        others = [c.kernel for c in candidates if c is not chosen]
+        rejected = tuple((kernel, against.get(kernel, needless)) for kernel in others)
         return Plan(
             op=op,
             format=format,
@@ -110,9 +114,10 @@ def _choose(op: str, format: str, target: Target, backend: str, candidates: list
     able = [c for c in candidates if c.kernel not in refusals]
     if backend != "auto":
         if not able:
-            reasons = (
-                f"triton: {triton}" if backend == "triton" else "; ".join(f"{k}: {w}" for k, w in refusals.items())
-            )
+            reasons = "; ".join(f"{k}: {w}" for k, w in refusals.items())
+            if backend == "triton":
+                reasons = f"triton: {triton}"
+            reasons = reasons or f"{backend}: it has no kernel for {op} of {format}"
             others = "reference: available, ask for backend='auto' or 'reference'"
             raise BackendError(what=f"{op} with backend={backend!r} on {target}", reasons=f"{reasons}; {others}")
         return plan(able[0], able[0].why, True, refusals)

@@ -6,7 +6,6 @@ import torch
 
 from hadaquant.formats import Format
 from hadaquant.ops.candidates import Candidate, hopper_tile
-from hadaquant.ops.options import PRODUCTS
 from hadaquant.ops.target import Target
 
 #: Most rows for weights decoded in the registers of the matrix units that multiply them.
@@ -57,10 +56,6 @@ def weight_candidates(
             unasked=None if m > FEW_ROWS else f"a copy of the weights in each call costs more than M={m} rows",
         ),
         Candidate(kernel="weight_mm", why="tiles of weights decoded to bfloat16 (exact), multiplied into float32"),
-        *(
-            Candidate(kernel=f"int8_{b}", why="", backend=b, refusal="it multiplies codes, not 16-bit activations")
-            for b in PRODUCTS
-        ),
     ]
 
 
