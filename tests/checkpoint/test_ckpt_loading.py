@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ckpt_support import read_all, same_bits
 from torch import nn
 
 import hadaquant as hq
+from hadaquant.checkpoint.record import CalibrationRecord
+from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra
 
 TOKENS = torch.tensor([[1, 7, 49], [0, 3, 3]])
@@ -81,6 +84,26 @@ class TestTransformers:
         assert torch.equal(loaded(TOKENS).logits, llama(TOKENS).logits)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert loaded.generation_config.max_new_tokens == 17
+
+    def test_a_loaded_model_brings_its_folder_s_other_files(self, llama_folder, tmp_path) -> None:
+        made = CalibrationRecord(method="gptq", options={}, text="a.txt", digest="0" * 16, windows=2, window=512)
+        hq.quantize_checkpoint(llama_folder, tmp_path / "first", "int8", "regular:16", calibration=made)
+        (tmp_path / "first" / "more").mkdir()
+        (tmp_path / "first" / "more" / "vocab.txt").write_text("a")
+        (tmp_path / "first" / "gone.txt").write_text("b")
+        loaded = copy.deepcopy(hq.load(tmp_path / "first"))
+        (tmp_path / "first" / "gone.txt").unlink()
+        hq.save(loaded, tmp_path / "second")
+        for name in ("tokenizer.json", "more/vocab.txt"):
+            assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+        found = {p.name for p in (tmp_path / "second").iterdir()}
+        assert "config.json" in found and "gone.txt" not in found
+        again = hq.load(tmp_path / "second")
+        assert torch.equal(again(TOKENS).logits, loaded(TOKENS).logits)
+        assert next(iter(Checkpoint.open(tmp_path / "second").records.values())).calibration == made
+        shutil.rmtree(tmp_path / "second")
+        hq.save(again, tmp_path / "third")  # without what is no longer there
+        assert "tokenizer.json" not in {p.name for p in (tmp_path / "third").iterdir()}
 
     def test_dtype_reaches_the_floating_remainder_only(self, llama_folder, tmp_path) -> None:
         hq.quantize_checkpoint(llama_folder, tmp_path / "out", "nvfp4", "sylvester:16")

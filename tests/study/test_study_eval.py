@@ -104,7 +104,7 @@ def test_mistakes_are_one_line(tiny, tmp_path):
         ((tiny.text, *text), "no such folder"),
         ((empty, *text), "holds no .safetensors file"),
         ((no_config, *text), "holds no config.json"),
-        ((no_tokenizer, *text), "holds no tokenizer"),
+        ((no_tokenizer, *text), "holds no tokenizer that transformers can read; copy tokenizer.json"),
         ((tiny.source, "--text", tmp_path / "none.txt"), "No such file"),
         ((tiny.source, *text, "--window", 4096), "shorter than one window: 720 tokens, window 4096"),
         ((tiny.source, *text, "--tokens", 100), "its first 100 tokens are shorter than one window"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hadaquant.checkpoint import hf
 from hadaquant.checkpoint.files import StoredTensor
 from hadaquant.checkpoint.layouts import StoredLayer, layout_of
+from hadaquant.checkpoint.record import Origin
 from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.contract import Contract
 from hadaquant.errors import CheckpointError, HadaquantError, LayerError
@@ -40,7 +41,8 @@ def load(
         rotation: for the HyperFlow layout alone, which does not say it: ``"regular:256"``.
 
     Returns:
-        The model, tied tensors tied again. A model that was built is in eval mode.
+        The model, tied tensors tied again; it knows the folder for :func:`save`. A model that was built is in eval
+        mode.
 
     Raises:
         CheckpointError: nothing quantized there, damaged, from a future version, or no config.json.
@@ -81,6 +83,11 @@ def load(
     for alias, name in tied.items():
         _put(model, alias, _get(model, name))
     _check_data(model)
+    record = next(iter(checkpoint.records.values()), None)
+    folder = None if checkpoint.folder is None else checkpoint.folder.resolve()
+    calibration = None if record is None else record.calibration
+    origin = Origin(folder=folder, files=tuple(checkpoint.other_files()[0]), calibration=calibration)
+    setattr(model, Origin.KEY, origin)
     return model if device is None else model.to(device)
 
 

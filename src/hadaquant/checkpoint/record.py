@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hadaquant.contract import Contract
 from hadaquant.errors import CheckpointError
@@ -42,6 +43,33 @@ class CalibrationRecord:
         options = "".join(f", {key} {value}" for key, value in self.options.items())
         gains = f", gains fitted for {self.gains} steps" if self.gains else ""
         return f"{self.method}{options}{gains}, on {self.windows} × {self.window} tokens of {self.text} ({self.digest})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a model in memory was loaded from; :attr:`KEY` is the model's attribute that holds it.
+
+    Attributes:
+        folder: None where it was one file.
+        files: of the folder, relative to it, that hold no weights, such as the tokenizer's.
+        calibration: what the checkpoint says of its own.
+    """
+
+    KEY: ClassVar[str] = "hadaquant_origin"
+
+    folder: Path | None
+    files: tuple[Path, ...]
+    calibration: CalibrationRecord | None
+
+    def copy_files(self, out: Path) -> None:
+        """Copy the files that are still there into a folder, but those that it has."""
+        if self.folder is None:
+            return
+        for path in self.files:
+            source, target = self.folder / path, out / path
+            if source.is_file() and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hadaquant._version import __version__
 from hadaquant.checkpoint.atomic import new_output
 from hadaquant.checkpoint.files import SafetensorsWriter, TensorSpec
-from hadaquant.checkpoint.record import METADATA_KEY, Record
+from hadaquant.checkpoint.record import METADATA_KEY, Origin, Record
 from hadaquant.checkpoint.source import STEM, SUFFIX, write_json
 from hadaquant.contract import Contract
 from hadaquant.errors import CheckpointError, LayerError
@@ -25,7 +25,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Args:
         model: any module. Names that share one tensor are stored once and stay tied when loaded.
         path: what to write, which must not exist: one .safetensors file if named so, else a folder
-            with the weights and, where the model has a ``config``, its config.json.
+            with the weights and, where the model has a ``config``, its config.json. A model that :func:`load` read
+            from a folder brings that folder's other files, such as the tokenizer's, if they are still there.
 
     Raises:
         LayerError: the model holds no RotatedLinear, or a tensor without data.
@@ -46,7 +47,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.Linear)
     }
-    record = Record(tool=__version__, layout="native", layers=layers, kept=kept, tied=tied)
+    origin: Origin | None = getattr(model, Origin.KEY, None)
+    made = None if origin is None else origin.calibration
+    record = Record(tool=__version__, layout="native", layers=layers, kept=kept, tied=tied, calibration=made)
     path = Path(path)
     with new_output(path) as temporary:
         file = temporary
@@ -54,6 +57,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             temporary.mkdir()
             file = temporary / (STEM + SUFFIX)
             _write_configs(model, temporary, record)
+            if origin is not None:
+                origin.copy_files(temporary)
         specs = {name: TensorSpec.of(tensor, name) for name, tensor in tensors.items()}
         with SafetensorsWriter(file, specs, {"format": "pt", METADATA_KEY: record.to_json()}) as writer:
             for name, tensor in tensors.items():

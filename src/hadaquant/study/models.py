@@ -83,7 +83,9 @@ class ModelFolder:
         try:
             return auto.from_pretrained(self.path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise CheckpointError(path=self.path, rule=f"holds no tokenizer ({error})", fix="add its files") from error
+            rule = "holds no tokenizer that transformers can read"
+            fix = "copy tokenizer.json, tokenizer_config.json and what else its source has into it"
+            raise CheckpointError(path=self.path, rule=rule, fix=fix) from error
 
 
 def _transformers() -> Any:
