@@ -4,7 +4,7 @@ import pytest
 
 from hadaquant.bench import OPS, SUITES, Case, choose
 from hadaquant.bench.runner import CONTESTS
-from hadaquant.errors import UnknownChoice
+from hadaquant.errors import ShapeError, UnknownChoice
 from hadaquant.formats import get_format
 from hadaquant.front import KINDS
 from hadaquant.rotation import parse
@@ -39,6 +39,21 @@ def test_shapes_take_the_place_of_the_suites():
     assert Case(op="gemm", shape=(5, 6, 64), rotation="none") in chosen
     assert {case.shape for case in chosen} == {(5, 6, 64), (7, 1024)}
     assert {case.rotation for case in chosen if case.op == "rotate_quantize"} >= {"regular:256", "sylvester:32"}
+
+
+def test_a_shape_is_measured_where_it_fits():
+    chosen = choose("int8", ["rotate_quantize"], shapes=[(4, 64)])
+    assert {case.rotation for case in chosen} == {"regular:16", "regular:64", "sylvester:32"}
+
+
+def test_a_shape_that_fits_nothing_is_refused():
+    words = (
+        "--shapes has shape 3x3, but a last size that 256 divides for rotate_quantize int8 regular:256; or M × N × K"
+    )
+    with pytest.raises(ShapeError, match=words):
+        choose("cpu", shapes=[(4, 256), (3, 3)])
+    with pytest.raises(ShapeError, match="M × N × K for gemm is needed"):
+        choose("cpu", ["gemm"], shapes=[(3, 3)])
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,15 @@ def test_the_newest_run_of_a_case_counts(file):
     assert "A GPU, torch 2, Triton 3, 2026-11-30, revision b" in linear.where
 
 
+def test_small_ratios_keep_their_digits(tmp_path):
+    path = tmp_path / "speed.jsonl"
+    append(path, [row(ms=500.0), row(variant="torch_bf16", ms=1.23), row(variant="plain_triton", ms=62.0)], {})
+    console = Console(width=300, record=True)
+    console.print(*speed_tables(read(path)))
+    text = console.export_text()
+    assert " 0.0025 " in text and "plain_triton 0.12" in text
+
+
 def test_tables(file):
     console = Console(width=300, record=True)
     for table in speed_tables(latest(read(file))):

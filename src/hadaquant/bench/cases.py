@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hadaquant.errors import UnknownChoice
-from hadaquant.formats import FORMATS
+from hadaquant.errors import ShapeError, UnknownChoice
+from hadaquant.formats import FORMATS, get_format
+from hadaquant.rotation import parse
 
 Shape = tuple[int, ...]
 
@@ -132,20 +134,41 @@ def choose(
 ) -> list[Case]:
     """The cases of a suite, of some ops and formats alone if any are named.
 
-    ``shapes`` take the place of the suite's own: each op of as many sizes is measured at each of them.
+    ``shapes`` take the place of the suite's own: each case of as many sizes, whose rotation and format divide the
+    last of them, is measured at each of them.
 
     Raises:
         UnknownChoice: a suite, op or format that is none, or nothing is left.
+        ShapeError: a shape that no case can have.
     """
     for what, names, known in (("suite", (suite,), SUITES), ("op", ops, OPS), ("format", formats, FORMATS)):
         for name in names:
             if name not in known:
                 raise UnknownChoice(what=what, value=name, choices=", ".join(known))
     cases = [case for case in SUITES[suite] if (not ops or case.op in ops) and (not formats or case.format in formats)]
-    if shapes:
-        moved = (replace(case, shape=shape) for case in cases for shape in shapes if len(shape) == len(case.shape))
-        cases = list(dict.fromkeys(moved))
     if not cases:
         held = ", ".join(dict.fromkeys(f"{case.op} {case.format}" for case in SUITES[suite]))
         raise UnknownChoice(what=f"part of suite {suite!r}", value=", ".join((*ops, *formats)), choices=held)
-    return cases
+    if not shapes:
+        return cases
+    found = [replace(case, shape=shape) for case in cases for shape in shapes if not _misfit(case, shape)]
+    for shape in shapes:
+        if not any(case.shape == shape for case in found):
+            reasons = dict.fromkeys(_misfit(case, shape) for case in cases)
+            raise ShapeError(
+                what="--shapes",
+                found="x".join(map(str, shape)),
+                expected="; or ".join(reasons),
+                fix="give another shape, or another --only or --suite",
+            )
+    return list(dict.fromkeys(found))
+
+
+def _misfit(case: Case, shape: Shape) -> str:
+    """What a shape of the case would have to be, or nothing if it is."""
+    if len(shape) != len(case.shape):
+        return f"{OPS[case.op].axes} for {case.op}"
+    divisor = math.lcm(parse(case.rotation).group, get_format(case.format).block or 1)
+    if shape[-1] % divisor:
+        return f"a last size that {divisor} divides for {case.op} {case.format} {case.rotation}"
+    return ""

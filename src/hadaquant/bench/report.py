@@ -61,7 +61,9 @@ def _table(op: Op, found: list[Result]) -> Table:
 
 
 def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _digits(value: float) -> str:

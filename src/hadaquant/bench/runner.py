@@ -163,7 +163,7 @@ class _Judge:
 
     def _fault(self, text: str) -> None:
         self.outcome.red.append(text)
-        self.tell(f"RED {text}")
+        self.tell(f"wrong, so not timed: {text}")
 
 
 def _build(build: Callable[[], Variant]) -> tuple[Variant | None, str | None]:
