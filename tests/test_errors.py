@@ -63,6 +63,10 @@ EXAMPLES = {
         {"path": "a.json", "rule": "not JSON", "fix": "write it again"},
         ("a.json", "not JSON", "write it again"),
     ),
+    "PredictionError": (
+        {"model": "out/int8", "wrong": 3, "predicted": 511, "window": 2, "why": "up holds NaN or Inf"},
+        ("out/int8", "3 of the 511 tokens of window 2", "up holds NaN or Inf"),
+    ),
     "PlanError": (
         {"plan": "plan.json", "rule": "is for another model", "fix": "study this one"},
         ("plan.json", "is for another model", "study this one"),

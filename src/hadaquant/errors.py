@@ -106,15 +106,27 @@ class AlreadyQuantized(HadaquantError):
 
 
 class PatternError(HadaquantError):
-    """A skip pattern that matches nothing."""
+    """A pattern that matches no layer."""
 
-    template = "skip pattern {pattern!r} matches no layer; the layers are {layers}"
+    template = (
+        "pattern '{pattern}' matches no layer; the layers are {layers}; "
+        "a pattern is whole dotted parts of a name, or re: and an expression for the whole name"
+    )
 
 
 class LayerError(HadaquantError):
     """A layer that cannot be converted or restored."""
 
     template = "layer {layer!r}: {rule}; {fix}"
+
+
+class PredictionError(HadaquantError):
+    """A language model whose predictions are no numbers."""
+
+    template = (
+        "{model}: its losses are NaN or infinite, for {wrong} of the {predicted} tokens of window {window} ({why}); "
+        "a model that gives no numbers cannot be measured"
+    )
 
 
 class CheckpointError(HadaquantError):

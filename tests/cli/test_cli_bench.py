@@ -54,7 +54,8 @@ def test_a_wrong_answer_gives_exit_code_one(monkeypatch):
     monkeypatch.setitem(runner.CONTESTS, "linear", wrong)
     result = run(*TINY)
     assert result.exit_code == 1
-    assert "wrong, so not timed: linear int8 regular:256 2x8x256: ours: 1 of 2 bytes differ" in said(result)
+    line = "wrong, so not timed: linear int8 regular:256 2x8x256: ours: 1 of 2 bytes differ"
+    assert said(result).count(line) == 1 and "wrong, so not timed: 1, see above" in said(result)
 
 
 def test_out_of_time_says_how_to_go_on():
@@ -66,6 +67,7 @@ def test_out_of_time_says_how_to_go_on():
 def test_mistakes_are_one_line(tmp_path):
     for args, words in (
         (["--device", "cpu", "--shapes", "2x8by256"], "a shape has shape '2x8by256'"),
+        (["--device", "cpu", "--shapes", "3x3"], "error: --shapes has shape 3x3, but a last size that 256 divides"),
         (["--device", "cpu", "--suite", "int4"], "unknown suite 'int4'"),
         (["--device", "cpu", "--only", "matmul"], "unknown op 'matmul'"),
         (["--device", "tpu"], "unknown device 'tpu'"),

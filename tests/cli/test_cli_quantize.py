@@ -46,7 +46,8 @@ def assert_error(result: Result, *parts: str) -> None:
 
 def test_quantize_reports_and_writes(source, tmp_path) -> None:
     out, report = tmp_path / "out.safetensors", tmp_path / "report.json"
-    result = run("quantize", source, out, "--format", "int8", "--rotation", "regular:256", "--json", report)
+    args = ("--format", "int8", "--rotation", "regular:256", "--json", report, "--verbose")
+    result = run("quantize", source, out, *args)
     assert result.exit_code == 0, result.stderr
     w = load_file(source)["layers.0.up.weight"]
     q = hq.quantize(w, "int8", rotation="regular:16")
@@ -65,13 +66,28 @@ def test_quantize_reports_and_writes(source, tmp_path) -> None:
     assert [x["name"] for x in content["layers"] if x["format"]] == ["layers.0.up", "layers.1.up"]
 
 
+def test_layers_of_a_kind_share_a_line(source, tmp_path) -> None:
+    out = tmp_path / "out.safetensors"
+    result = run("quantize", source, out, "--format", "int8", "--rotation", "regular:16")
+    weights = load_file(source)
+    errors = []
+    for i in range(2):
+        w = weights[f"layers.{i}.up.weight"]
+        errors.append(f"{((hq.quantize(w, 'int8', rotation='regular:16').dequantize() - w).norm() / w.norm()):.4f}")
+    (row,) = (line for line in result.stdout.splitlines() if "32 × 96" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        *("layers.*.up", "2", "32 × 96", "int8", "regular:16", "24.0 KiB → 6.4 KiB"),
+        " … ".join(sorted(set(errors))),
+    ]
+
+
 def test_c8_skip_patterns(source, tmp_path) -> None:
     args = ("--format", "int8", "--rotation", "none", "--skip", "layers.1", "--skip", "lm_head")
     result = run("quantize", source, tmp_path / "a.safetensors", *args)
     assert result.exit_code == 0
-    assert "1 layers quantized" in result.stdout
+    assert "1 layer quantized" in result.stdout
     result = run("quantize", source, tmp_path / "b.safetensors", *args, "--skip", "layer.1")
-    assert_error(result, "skip pattern 'layer.1' matches no layer; the layers are layers.0.up")
+    assert_error(result, "pattern 'layer.1' matches no layer; the layers are layers.0.up")
     assert not (tmp_path / "b.safetensors").exists()
 
 
@@ -89,7 +105,10 @@ def test_comfy_layout(source, tmp_path) -> None:
         ({"SRC": "nowhere"}, ["nowhere: no such file or folder"]),
         ({"--format": "int9"}, ["unknown format 'int9'", "int8, mxfp4"]),
         ({"--rotation": "regular:8"}, ["power of four"]),
-        ({"--rotation": "hadamard"}, ["'sylvester:G', 'regular:G'"]),
+        ({"--rotation": "hadamard"}, ["is written 'none', 'sylvester:G' or 'regular:G'; for example"]),
+        ({"--rotation": "matrix:64"}, ["is written 'none', 'sylvester:G' or 'regular:G'; for example"]),
+        ({"--skip": r"re:up\."}, [r"pattern 're:up\.' matches no layer", "expression for the whole name"]),
+        ({"--weights": "foo"}, ["unknown method of --weights 'foo': choose one of rtn, search, gptq"]),
         ({"--layout": "gguf"}, ["unknown layout 'gguf'", "comfy, hyperflow, native"]),
         ({"--layout": "comfy", "--format": "nvfp4"}, ["comfy layout holds format int8"]),
         ({"--device": "nowhere"}, ["unknown device 'nowhere'", "cpu"]),
@@ -139,6 +158,15 @@ def test_explain() -> None:
     assert shown.exit_code == 0
     assert shown.stdout.strip() == str(hq.explain("int8", 4096, 3072, 3072, "sm_90", rotation="regular:256"))
     assert_error(run("explain", "int8", 1, 2, 100, "--rotation", "regular:256"), "K=100 is not a multiple")
+
+
+@pytest.mark.parametrize("command", ["quantize", "inspect", "explain", "study", "eval", "bench"])
+def test_help_is_whole_on_80_columns(command, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(command, "--help")
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    cut = [w for w in shown.stdout.replace("│", " ").split() if w.endswith("…") and w != "…"]
+    assert not cut, cut
 
 
 def test_help_is_for_strangers() -> None:

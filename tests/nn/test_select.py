@@ -36,7 +36,7 @@ def test_first_pattern_that_means_the_name():
 
 def test_c8_matching_nothing_is_an_error():
     check_patterns(["layers.1", *DEFAULT_SKIP], ["layers.1.up"])  # the default may mean none
-    with pytest.raises(PatternError, match=r"skip pattern 'layers.99' matches no layer.*… \(41 in all\)"):
+    with pytest.raises(PatternError, match=r"pattern 'layers.99' matches no layer.*… \(41 in all\)"):
         check_patterns(["up", "layers.99"], LAYERS)
     with pytest.raises(PatternError, match="the layers are none"):
         check_patterns(["x"], [])

@@ -7,6 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from tiny_llama import tiny_llama
+from torch import nn
 from typer.testing import CliRunner
 
 from hadaquant.cli import app
@@ -16,8 +18,12 @@ def run(*args):
     return CliRunner().invoke(app, [*map(str, args)])
 
 
+def flat_text(text):
+    return " ".join(text.replace("│", " ").split())
+
+
 def flat(result):
-    return " ".join((result.stdout + result.stderr).replace("│", " ").split())
+    return flat_text(result.stdout + result.stderr)
 
 
 SMALL = ("--window", 64, "--rotations", "none,regular:16,random:64", "--rows", 64)
@@ -33,7 +39,7 @@ def study(tiny, tmp_path_factory):
     args = ("study", tiny.source, "--calibration", prose, "--text", tiny.text, "--out", out, *SMALL, "--bits", 5)
     result = run(*args)
     assert result.exit_code == 0, result.stderr
-    return SimpleNamespace(out=out, prose=prose, args=args, printed=flat(result))
+    return SimpleNamespace(out=out, prose=prose, args=args, printed=flat(result), stderr=result.stderr)
 
 
 def test_the_study_says_what_it_found(study):
@@ -71,8 +77,6 @@ def test_the_plan_is_obeyed_and_its_model_is_the_one_that_was_tried(study, tiny,
 
 
 def test_a_plan_for_another_model(study, tiny, tmp_path):
-    from tiny_llama import tiny_llama
-
     other = tiny_llama()
     other.model.layers[0].mlp.up_proj.weight.data *= 2
     other.save_pretrained(tmp_path / "other")
@@ -131,7 +135,53 @@ def test_layers_alone(study, tiny, tmp_path):
     assert len(content["layers"]) == 3 and content["trials"] == [] and content["plan"]["db"] >= 20
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert plan["kept"]["model.layers.1.mlp.up_proj"] == "not among the layers that were studied"
-    assert (tmp_path / "out" / "report.html").read_text().count("data:image/png") == 2
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png") == 2
+    # three of 14 are in INT8, the others in float32
+    linears = {name: m.weight.numel() for name, m in tiny_llama().model.named_modules() if isinstance(m, nn.Linear)}
+    studied = {n: c for n, c in linears.items() if "layers.0.mlp" in n}
+    bits = content["plan"]["bits"] * sum(studied.values()) + 32 * (sum(linears.values()) - sum(studied.values()))
+    scope = f"3 of 14 linears; the other 11 stay as they are, {bits / sum(linears.values()):.3f} bits a weight over all"
+    assert scope in flat(result) and scope in page and "3 of 14 linears, measured on" in page
+    again = f"hadaquant quantize {tiny.source} OUT --plan {tmp_path / 'out' / 'plan.json'}"
+    assert f"Quantize so: {again}" in result.stdout and again in page
+
+
+def test_a_model_of_nan_is_an_error_at_once(study, tiny, tmp_path, monkeypatch):
+    folder, out = tmp_path / "broken", tmp_path / "out"
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(folder)
+    for file in tiny.source.glob("*token*"):
+        shutil.copy(file, folder)
+    monkeypatch.setattr("hadaquant.study.conduct.study_layers", None)  # nothing is measured
+    for text in ((), ("--text", tiny.text)):
+        result = run("study", folder, "--calibration", study.prose, "--out", out, *SMALL, *text)
+        assert result.exit_code == 1
+        error = f"error: {folder}: its losses are NaN or infinite, for 63 of the 63 tokens of window 1"
+        assert error in flat(result) and "(model.layers.1.mlp.up_proj holds NaN or Inf)" in flat(result)
+        assert not out.exists()
+
+
+def test_a_log_file_hears_of_it(study):
+    # no terminal: each thing that is done has a line of its own
+    lines = study.stderr.splitlines()
+    assert any(line.startswith("loading ") for line in lines)
+    for variant in ("full precision", "int8, none", "plan, per layer"):
+        assert variant in lines
+
+
+def test_one_window_claims_nothing_of_others(study, tiny, tmp_path):
+    args = ("study", tiny.source, "--calibration", study.prose, "--text", tiny.text, "--out", tmp_path / "out")
+    few = ("--window", 500, "--rotations", "none,regular:16", "--formats", "int8", "--rows", 16, "--windows", 1)
+    result = run(*args, *few, "--layers", "layers.0.mlp")
+    assert result.exit_code == 0, result.stderr
+    page = flat_text((tmp_path / "out" / "report.html").read_text())
+    for text in (flat(result), page):
+        assert "One window gives no interval over windows" in text
+        assert "other windows of the text would give" not in text
+        assert "1 windows" not in text
+    assert "The 3 linears that were studied, of 14, in one format" in page
 
 
 def test_mistakes_are_one_line(study, tiny, tmp_path):
@@ -148,7 +198,9 @@ def test_mistakes_are_one_line(study, tiny, tmp_path):
         ((tiny.source, "--calibration", short, "--window", 64), "shorter than one window"),
         ((tiny.source, *base, "--text", short, "--window", 64), "shorter than one window"),
         ((tiny.source, *base, "--text", study.prose, "--window", 64), "is the calibration text too"),
-        ((tiny.source, *base, "--layers", "layers.9", "--window", 64), "'layers.9' matches no layer"),
+        ((tiny.source, *base, "--rotations", "hadamard"), "'regular:G', 'random:G' or 'matrix:G'; for example"),
+        ((tiny.source, *base, "--layers", "layers.9", "--window", 64), "error: pattern 'layers.9' matches no layer"),
+        ((tiny.source, *base, "--layers", r"re:up\.", "--window", 64), r"pattern 're:up\.' matches no layer"),
     ):
         result = run("study", *args)
         assert result.exit_code and words in flat(result), (args, flat(result))

@@ -1,12 +1,15 @@
 """hadaquant eval on a tiny model's folders."""
 
 import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from hadaquant.checkpoint import quantize_checkpoint
 from hadaquant.cli import app
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra
 from hadaquant.study.models import ModelFolder, described, evaluate, with_sources
@@ -50,7 +53,58 @@ def test_eval_prints_source_and_quantized_models(tiny, tmp_path):
     assert all(0 < r["divergence"] < 0.1 and 0.8 < r["agreement"] <= 1 for r in rows[1:])
     assert rows[2]["helps"] in ("yes", "no", "no difference")
     for row in rows:
-        assert f"{row['perplexity']:.2f}" in result.stdout and row["model"] in result.stdout
+        assert f"{row['perplexity']:.2f}" in result.stdout and Path(row["model"]).name in result.stdout
+    assert str(tiny.source.parent) not in result.stdout
+
+
+def test_eval_on_a_narrow_terminal(tiny, monkeypatch):
+    args = (tiny.plain, tiny.rotated, "--text", tiny.text, "--window", 64)
+    whole = run(*args)
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run(*args)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in result.stdout.replace("[…]", "")
+    # every word and number of the wide table but the time, which is another in every run
+    timed = re.compile(r"\d+")
+    for line in whole.stdout.splitlines():
+        if "int8" in line:
+            assert {word for word in line.split() if not timed.fullmatch(word)} <= set(result.stdout.split())
+
+
+def test_empty_columns_are_left_out(tiny):
+    result = run(tiny.source, "--text", tiny.text, "--window", 64)
+    assert "perplexity" in result.stdout
+    for heading in ("same", "gain", "rotation helps"):
+        assert f" {heading} " not in result.stdout.split("──")[0]
+
+
+def test_one_window_claims_nothing_of_others(tiny):
+    result = run(tiny.source, "--text", tiny.text, "--window", 512)
+    assert "1 window of 512 tokens" in flat(result.stdout)
+    assert "One window gives no interval over windows" in flat(result.stdout)
+    assert "other windows of the text would give" not in flat(result.stdout)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_model_of_nan_is_an_error(tiny, tmp_path, quantize):
+    from tiny_llama import tiny_llama
+
+    folder, out = tmp_path / "broken", tmp_path / "eval.json"
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(folder)
+    args = [folder]
+    if quantize:
+        quantize_checkpoint(folder, tmp_path / "int8", "int8", "none")
+        args = [tmp_path / "int8", "--source", tiny.source]
+    for file in tiny.source.glob("*token*"):
+        shutil.copy(file, folder)
+    result = run(*args, "--text", tiny.text, "--window", 64, "--json", out)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"error: {args[0]}: its losses are NaN or infinite, for 63 of the 63 tokens of window 1")
+    assert "model.layers.1.mlp.up_proj holds NaN or Inf" in line
+    assert result.stdout == "" and not out.exists()
 
 
 def test_eval_order_does_not_matter(tiny, tmp_path):
@@ -73,8 +127,14 @@ def test_a_source_that_has_moved(tiny, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(tiny.source, elsewhere)
     assert [m.path for m in with_sources([tiny.plain], elsewhere)] == [elsewhere, tiny.plain]
-    with pytest.raises(CheckpointError, match=r"'.*gone' is not there; say where it is with --source"):
-        with_sources([tiny.plain], tmp_path / "gone")
+    for folders in ([tiny.plain], [tiny.source]):
+        with pytest.raises(CheckpointError, match=r"gone: no such folder; give a folder with config\.json"):
+            with_sources(folders, tmp_path / "gone")
+    lost = tmp_path / "lost"
+    quantize_checkpoint(elsewhere, lost, "int8", "none")
+    shutil.rmtree(elsewhere)
+    with pytest.raises(CheckpointError, match=r"'.*elsewhere' is not there; say where it is with --source"):
+        with_sources([lost])
 
 
 def test_fitted_groups_show(tiny):

@@ -209,10 +209,14 @@ def test_read_tokens_refuses(tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
         read_tokens(text, tokenizer)
     text.write_text("short")
-    with pytest.raises(CheckpointError, match="it is shorter than one window: 5 tokens, window 512"):
+    with pytest.raises(CheckpointError, match="5 tokens, window 512; give more text or a smaller --window"):
         read_tokens(text, tokenizer)
+    with pytest.raises(CheckpointError, match=r"it is shorter than one window: .*; call again"):
+        read_tokens(text, tokenizer, longer="call again")
     text.write_text("a longer text")
-    with pytest.raises(CheckpointError, match="its first 6 tokens are shorter than one window"):
+    with pytest.raises(
+        CheckpointError, match=r"its first 6 tokens are shorter .*; give more --tokens or a smaller --window"
+    ):
         read_tokens(text, tokenizer, window=8, tokens=6)
     text.write_text("")
     with pytest.raises(CheckpointError, match="0 tokens"):

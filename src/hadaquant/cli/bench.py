@@ -10,18 +10,19 @@ import typer
 from rich.console import Console
 
 from hadaquant.bench import SUITES, choose, default_file, latest, read, run
+from hadaquant.bench.cases import OPS
 from hadaquant.bench.report import speed_tables
 from hadaquant.bench.results import results
+from hadaquant.cli.output import print_table
 from hadaquant.errors import BackendError, ShapeError, UnknownChoice
-from hadaquant.study.report import console_for
 
 
 def bench(
-    suite: str | None = typer.Option(None, help=f"{', '.join(SUITES)}. By default int8, on a CPU cpu."),
-    only: str = typer.Option("", "--only", "--ops", help="Only these ops: linear,gemm,rotate_quantize,front_end, …"),
-    formats: str = typer.Option("", help="Only these formats."),
-    shapes: str = typer.Option("", help="These instead of the suite's: 4608x9216x3072,1x4096x4096."),
-    variants: str = typer.Option("", help="Only these besides ours and what ratios are taken to."),
+    suite: str | None = typer.Option(None, help=f"One of {', '.join(SUITES)}. By default int8, on a CPU cpu."),
+    only: str = typer.Option("", "--only", "--ops", help=f"Only these ops, comma-separated, of: {', '.join(OPS)}."),
+    formats: str = typer.Option("", help="Only these formats, comma-separated."),
+    shapes: str = typer.Option("", help="These instead of the suite's, comma-separated, such as 4608x9216x3072."),
+    variants: str = typer.Option("", help="Only these besides ours and what ratios are taken to, comma-separated."),
     rounds: int = typer.Option(5, min=1, help="Rounds in which the variants take turns."),
     seconds: float | None = typer.Option(None, help="Begin no further case after so many seconds."),
     skip: int = typer.Option(0, min=0, help="Leave out so many cases at the start."),
@@ -63,7 +64,7 @@ def bench(
             at = len(cases) - len(outcome.left)
             log.print(f"out of time, {len(outcome.left)} cases are left: go on with --skip {at}")
     for table in speed_tables(latest(found)):
-        console_for(table).print(table)
+        print_table(table, keys=4)
     if found:
         typer.echo("A ratio is the other's time over ours in the same race: above 1 ours is faster.")
     if plot is not None:
@@ -71,9 +72,8 @@ def bench(
 
         for path in draw(latest(found), plot):
             typer.echo(f"drawn: {path}")
-    for line in red:
-        typer.echo(f"wrong, so not timed: {line}", err=True)
     if red:
+        typer.echo(f"wrong, so not timed: {len(red)}, see above", err=True)
         raise typer.Exit(1)
 
 

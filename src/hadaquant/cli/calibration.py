@@ -17,6 +17,7 @@ from hadaquant.errors import LayerError
 from hadaquant.nn import Report, RotatedLinear
 from hadaquant.study.models import ModelFolder
 from hadaquant.study.perplexity import read_tokens
+from hadaquant.study.report import counted
 from hadaquant.study.run import digest
 from hadaquant.tensor import QuantizedTensor
 
@@ -57,7 +58,7 @@ class Calibration:
         self.activations, self.gains = activations, gains
         self.losses: list[float] = []
         self.folder = ModelFolder.open(Path(source))
-        ids = read_tokens(text, self.folder.tokenizer(), WINDOW)
+        ids = read_tokens(text, self.folder.tokenizer(), WINDOW, longer="give a longer text")
         self.batches = token_batches(ids, WINDOW, windows, BATCH)
         self.text, self.digest = text.name, digest(ids)
         self.report = Report()
@@ -134,7 +135,7 @@ class Calibration:
         """One line: what the text was and what the calibration gained."""
         layers = [layer for layer in self.report.quantized if isinstance(layer, CalibratedLayer)]
         errors = [(m.output_error, m.nearest_error) for m in layers if m.output_error is not None]
-        text = f"{self.recipe.method} on {self.record().windows} windows of {WINDOW} tokens"
+        text = f"{self.recipe.method} on {counted(self.record().windows, 'window')} of {WINDOW} tokens"
         if errors:
             found, nearest = (sum(e or 0.0 for e in column) / len(errors) for column in zip(*errors, strict=True))
             text += f": mean error of the outputs {found:.4f}, rounded to nearest {nearest:.4f}"

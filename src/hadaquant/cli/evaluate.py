@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import hadaquant
+from hadaquant.cli.output import console, print_table
 from hadaquant.study.models import check_never_calibrated_on, evaluate_all, with_gains, with_sources
 from hadaquant.study.perplexity import read_tokens
-from hadaquant.study.report import console_for, perplexity_table, write_json
+from hadaquant.study.report import counted, perplexity_table, write_json
 
 
 def eval_(
@@ -34,16 +34,19 @@ def eval_(
     ids = read_tokens(text, models[0].tokenizer(), window, tokens)
     check_never_calibrated_on(models, text)
     windows = len(ids) // window
-    with Console(stderr=True).status("") as status:
+    errors = console(stderr=True)
+    with errors.status("") as status:
 
         def tell(path: Path) -> None:
-            status.update(escape(f"evaluating {path} on {windows} windows of {window} tokens"))
+            what = f"evaluating {path} on {counted(windows, 'window')} of {window} tokens"
+            status.update(escape(what))
+            if not errors.is_terminal:
+                errors.print(what, soft_wrap=True)
 
         rows = list(evaluate_all(models, ids, window, device, tell))
     rows = with_gains(rows)
-    title = f"Perplexity on {text.name}: {windows} windows of {window} tokens, {windows * (window - 1)} predicted"
-    table = perplexity_table(rows, title)
-    console_for(table).print(table)
+    size = f"{counted(windows, 'window')} of {window} tokens, {windows * (window - 1)} predicted"
+    print_table(perplexity_table(rows, f"Perplexity on {text.name}: {size}"))
     if json is not None:
         write_json(
             json,

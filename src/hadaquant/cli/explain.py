@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 import hadaquant as hq
+from hadaquant.cli.output import rotation_spec
 
 
 def explain(
@@ -21,4 +22,6 @@ def explain(
 
     Example: hadaquant explain int8 4096 3072 3072 --target sm_90 --rotation regular:256
     """
-    typer.echo(hq.explain(format, m, n, k, target, rotation=rotation, activations=activations, backend=backend))
+    typer.echo(
+        hq.explain(format, m, n, k, target, rotation=rotation_spec(rotation), activations=activations, backend=backend)
+    )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from hadaquant.checkpoint.contents import describe
-from hadaquant.cli.output import console, size
+from hadaquant.cli.output import console, number, print_table, rotation_spec, size
 
 
 def inspect(
@@ -17,10 +17,11 @@ def inspect(
 
     Reads headers only, so it is quick however large the files are. Works on any .safetensors checkpoint.
     """
-    contents, out = describe(path, rotation), console()
+    contents, out = describe(path, None if rotation is None else rotation_spec(rotation)), console()
     if contents.layers:
         title = f"Quantized layers, layout {contents.layout}"
-        table = Table("layer", "shape", "format", "rotation", "size", "bits/weight", title=title, title_justify="left")
+        columns = "layer", Column("shape", no_wrap=True), "format", "rotation", number("size"), number("bits/weight")
+        table = Table(*columns, title=title, title_justify="left")
         for layer in contents.layers:
             table.add_row(
                 layer.name,
@@ -30,14 +31,15 @@ def inspect(
                 size(layer.nbytes),
                 f"{layer.bits:.2f}",
             )
-        out.print(table)
-    rest = Table("tensors", "count", "dtype", "shape", "size", title="Not quantized", title_justify="left")
+        print_table(table, markup=False)
+    columns = "tensors", number("count"), "dtype", Column("shape", no_wrap=True), number("size")
+    rest = Table(*columns, title="Not quantized", title_justify="left")
     for group in contents.rest:
         rest.add_row(
             group.pattern, str(group.count), group.dtype, " × ".join(map(str, group.shape)), size(group.nbytes)
         )
     if contents.rest:
-        out.print(rest)
+        print_table(rest, markup=False)
     for key, value in contents.made.items():
         out.print(f"{key}: {value}", soft_wrap=True)
     quantized = sum(layer.nbytes for layer in contents.layers)

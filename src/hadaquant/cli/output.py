@@ -2,15 +2,113 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.table import Column, Table
+
+from hadaquant.errors import RotationError
+from hadaquant.rotation import parse
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that prints text as it is, and does not fold lines for a file or a pipe."""
+    """A console that prints text as it is; into a file or a pipe 200 wide, unless COLUMNS says otherwise."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, markup=False, highlight=False, width=None if stream.isatty() else 200)
+    free = not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, markup=False, highlight=False, width=200 if free else None)
+
+
+def print_table(table: Table, keys: int = 1, markup: bool = True) -> None:
+    """Print a table without cutting a number, whatever the width.
+
+    Columns without content are left out. What does not fit beside the first ``keys`` columns follows below, beside
+    the same ones again. A file or a pipe gets it in one piece, unless COLUMNS says how wide it is.
+    """
+    out = Console(highlight=False, markup=markup)
+    endless = not out.is_terminal and "COLUMNS" not in os.environ
+    if endless:
+        out.width = 100_000
+    for part in list(_parts(table, keys, out)):
+        if endless:
+            out.width = out.measure(part).maximum
+        out.print(part)
+
+
+def _parts(table: Table, keys: int, out: Console) -> Iterator[Table]:
+    """Tables that fit, each with the key columns and as many of the others as there is room for."""
+    cells = [list(column.cells) for column in table.columns]
+    needs = [
+        max(
+            size.maximum if _whole(column) else size.minimum
+            for size in (out.measure(cell) for cell in (column.header, *found))
+        )
+        for column, found in zip(table.columns, cells, strict=True)
+    ]
+    heads, rest = list(range(keys)), [i for i in range(keys, len(cells)) if any(cells[i])]
+    first = True
+    while rest:
+        chosen = [*heads, rest.pop(0)]
+        # a column takes three more than its content, and the frame one
+        while rest and sum(needs[i] + 3 for i in (*chosen, rest[0])) + 1 <= out.width:
+            chosen.append(rest.pop(0))
+        yield _part(table, cells, chosen, first, last=not rest)
+        first = False
+
+
+def _part(table: Table, cells: list[list], chosen: list[int], first: bool, last: bool) -> Table:
+    part = Table(
+        title=table.title if first else None,
+        caption=table.caption if last else None,
+        title_justify=table.title_justify,
+        caption_justify=table.caption_justify,
+        box=table.box,
+    )
+    for i in chosen:
+        column = table.columns[i]
+        part.add_column(column.header, justify=column.justify, no_wrap=_whole(column), overflow="fold")
+    for row, like in enumerate(table.rows):
+        part.add_row(*(cells[i][row] for i in chosen), end_section=like.end_section)
+    return part
+
+
+def log_progress(out: Console, seconds: float = 10.0) -> Callable[[str, int, int], None]:
+    """A progress for what is no terminal: a line now and then, at most one in so many seconds."""
+    last = time.monotonic()
+
+    def progress(name: str, done: int, total: int) -> None:
+        nonlocal last
+        if not out.is_terminal and time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            out.print(f"{done / max(total, 1):4.0%} {name}", soft_wrap=True)
+
+    return progress
+
+
+def number(heading: str) -> Column:
+    """A column of numbers."""
+    return Column(heading, justify="right")
+
+
+def _whole(column: Column) -> bool:
+    """Whether its cells keep their line, as numbers do; others may be folded between words."""
+    return column.no_wrap or column.justify == "right"
+
+
+def rotation_spec(text: str) -> str:
+    """A rotation that a command can be given, as it was typed.
+
+    Raises:
+        RotationError: it is none of these, or has a group that cannot be.
+    """
+    kind, _, group = text.partition(":")
+    if text != "none" and not (kind in ("sylvester", "regular") and group.isdecimal()):
+        rule = "a rotation is written 'none', 'sylvester:G' or 'regular:G'"
+        raise RotationError(value=repr(text), rule=rule, fix="for example 'sylvester:16' or 'regular:256'")
+    parse(text)
+    return text
 
 
 def size(nbytes: int) -> str:

@@ -12,16 +12,18 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from hadaquant.calibrate import METHODS
 from hadaquant.checkpoint import CheckpointReport, quantize_checkpoint
 from hadaquant.checkpoint.contents import number_free
 from hadaquant.checkpoint.model_plan import ModelPlan
 from hadaquant.cli.calibration import Calibration
-from hadaquant.cli.output import console, size
-from hadaquant.errors import CheckpointError
+from hadaquant.cli.output import console, log_progress, number, print_table, rotation_spec, size
+from hadaquant.errors import CheckpointError, UnknownChoice
+from hadaquant.nn import LayerReport
 from hadaquant.nn.select import DEFAULT_SKIP
+from hadaquant.study.report import counted
 
 
 def quantize(
@@ -35,8 +37,8 @@ def quantize(
     skip: list[str] = typer.Option(
         list(DEFAULT_SKIP),
         metavar="PATTERN",
-        help="Layers to keep: whole dotted parts of a name such as layers.0 or mlp.*, or re:REGEX. May be repeated; "
-        "replaces the default.",
+        help="Layers to keep: whole dotted parts of a name such as layers.0 or mlp.*, or re:REGEX, which must match "
+        "the whole name: re:.*down_proj. May be repeated; replaces the default.",
     ),
     weights: str = typer.Option(
         "rtn", help=f"How weights get their codes: {', '.join(METHODS)}. All but rtn, the nearest, need --calibration."
@@ -53,6 +55,7 @@ def quantize(
     ),
     layout: str = typer.Option("native", help="native, or comfy for ComfyUI (int8 with none or regular:G)."),
     device: str = typer.Option("cpu", help="Where the arithmetic runs: cpu or cuda. The bytes are the same."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="List every layer, not every kind of layers."),
     json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Write the report there as JSON too."),
 ) -> None:
     """Rotate and quantize the linears of a checkpoint, tensor by tensor.
@@ -67,6 +70,9 @@ def quantize(
         raise typer.BadParameter("give --format and --rotation, or --plan")
     if plan is not None and rotation is not None:
         raise typer.BadParameter("--plan says the rotations; leave --rotation out")
+    if weights not in METHODS:
+        raise UnknownChoice(what="method of --weights", value=weights, choices=", ".join(METHODS))
+    rotation = None if rotation is None else rotation_spec(rotation)
     if (weights == "rtn" and not gains) != (calibration is None):
         raise typer.BadParameter("--weights other than rtn, or --gains, and --calibration TEXT go together")
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -83,13 +89,15 @@ def quantize(
             disable=not errors.is_terminal,
         ) as bar,
     ):
-        task = bar.add_task("reading")
+        task, log = bar.add_task("reading"), log_progress(errors)
 
         def progress(name: str, done: int, total: int) -> None:
             bar.update(task, description=number_free(name), completed=done, total=total)
+            log(name, done, total)
 
         def calibrated(name: str, done: int, total: int) -> None:
             bar.update(task, description=f"calibrating {number_free(name)}, {done} of {total}", total=None)
+            log(f"calibrating {name}", done, total)
 
         better = None
         if calibration is not None:
@@ -108,7 +116,7 @@ def quantize(
             calibration=None if better is None else better.record(),
             progress=progress,
         )
-    show(report, console())
+    show(report, console(), verbose)
     if better is not None:
         console().print(better.summary())
         for warning in better.warnings():
@@ -134,35 +142,45 @@ def _ending_politely() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def show(report: CheckpointReport, out: Console) -> None:
-    """Print a report: quantized layers with their errors, kept ones with the reasons, sizes."""
-    table = Table(
-        "layer", "shape", "format", "rotation", "size", "error ‖W−Ŵ‖/‖W‖", title="Quantized", title_justify="left"
-    )
+def show(report: CheckpointReport, out: Console, verbose: bool = False) -> None:
+    """Print a report: quantized layers with their errors, kept ones with the reasons, sizes.
+
+    Layers that differ in the numbers of their names alone share a line, unless ``verbose``.
+    """
+    columns = "layer", Column("shape", no_wrap=True), "format", "rotation", number("size"), number("error ‖W−Ŵ‖/‖W‖")
+    table = Table(columns[0], number("count"), *columns[1:], title="Quantized", title_justify="left")
+    kinds: dict[tuple, list[LayerReport]] = {}
     for layer in report.quantized:
+        name = layer.name if verbose else number_free(layer.name)
+        kinds.setdefault((name, layer.shape, layer.format, layer.rotation, layer.reason), []).append(layer)
+    for (name, shape, format, rotation, reason), layers in kinds.items():
+        before, after = (sum(getattr(layer, f"bytes_{when}") for layer in layers) for when in ("before", "after"))
+        errors = sorted(f"{layer.error:.4f}" for layer in layers)
         table.add_row(
-            layer.name,
-            " × ".join(map(str, layer.shape)),
-            layer.format,
-            f"{layer.rotation} {layer.reason}".strip(),
-            f"{size(layer.bytes_before)} → {size(layer.bytes_after)}",
-            f"{layer.error:.4f}",
+            name if len(layers) > 1 else layers[0].name,
+            "" if verbose else str(len(layers)),
+            " × ".join(map(str, shape)),
+            format,
+            f"{rotation} {reason}".strip(),
+            f"{size(before)} → {size(after)}",
+            " … ".join(dict.fromkeys((errors[0], errors[-1]))),
         )
-    out.print(table)
-    kept = Table("layer", "count", "size", "reason", title="Kept", title_justify="left")
+    print_table(table, markup=False)
+    kept = Table("layer", number("count"), number("size"), "reason", title="Kept", title_justify="left")
     groups: dict[tuple[str, str], list[int]] = {}
     for layer in report.kept:
         groups.setdefault((number_free(layer.name), layer.reason), []).append(layer.bytes_after)
     for (name, reason), sizes in groups.items():
         kept.add_row(name, str(len(sizes)), size(sum(sizes)), reason)
-    out.print(kept)
-    errors = [layer.error for layer in report.quantized if layer.error is not None]
+    if report.kept:
+        print_table(kept, markup=False)
+    largest = max(layer.error for layer in report.quantized if layer.error is not None)
     before, after = report.file_bytes_before, report.file_bytes_after
     out.print(f"Linears were recognized by {report.linears}.")
     if report.left_out:
         out.print(f"Weights in other files were left out: {', '.join(report.left_out)}", style="yellow")
     out.print(
-        f"{len(report.quantized)} layers quantized, {len(report.kept)} kept; largest error {max(errors):.4f}; "
+        f"{counted(len(report.quantized), 'layer')} quantized, {len(report.kept)} kept; largest error {largest:.4f}; "
         f"{size(before)} → {size(after)} ({after / before:.0%})",
         style="bold",
     )

@@ -12,14 +12,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import hadaquant
-from hadaquant.cli.output import console
+from hadaquant.cli.output import console, log_progress, print_table
 from hadaquant.errors import MissingExtra, UnknownChoice
 from hadaquant.nn.select import DEFAULT_SKIP
 from hadaquant.study.cases import Case, all_cases
 from hadaquant.study.conduct import FORMATS, ROTATIONS, Answer, Question, conduct
 from hadaquant.study.metrics import MARGIN_DB
-from hadaquant.study.page import write_report
-from hadaquant.study.report import console_for, error_table, trial_table, verdict_table, write_json
+from hadaquant.study.page import quantize_command, write_report
+from hadaquant.study.report import error_table, trial_table, verdict_table, write_json
 from hadaquant.study.sweep import STUDY_FORMATS, sweep
 
 
@@ -28,20 +28,29 @@ def study(
     calibration: Path | None = typer.Option(None, help="UTF-8 text whose inputs the layers are measured on."),
     text: Path | None = typer.Option(None, help="Another text, to test the verdict on by perplexity."),
     out: Path | None = typer.Option(None, help="The study's folder, MODEL-study if left out. A killed run goes on."),
-    formats: str | None = typer.Option(None, help=f"Comma-separated; {','.join(FORMATS)} of a model."),
+    formats: str | None = typer.Option(None, help=f"Comma-separated. For a model, by default, {', '.join(FORMATS)}."),
     rotations: str | None = typer.Option(
         None,
-        help=f"Comma-separated; {','.join(ROTATIONS)} of a model. random:G has random signs, matrix:G is a random "
-        "orthogonal matrix.",
+        help=f"Comma-separated. For a model, by default, {', '.join(ROTATIONS)}. random:G has random signs, "
+        "matrix:G is a random orthogonal matrix.",
     ),
-    bits: float | None = typer.Option(None, help="The plan's limit: bits a weight, on average, scales included."),
+    bits: float | None = typer.Option(
+        None, help="The plan's limit: bits a weight, on average over the linears studied, scales included."
+    ),
     target_db: float | None = typer.Option(None, help="The plan's aim: signal over the layers' mean noise."),
     tokens: int | None = typer.Option(None, min=2, help="Use only the first tokens of --text."),
     windows: int = typer.Option(16, min=1, help="Windows of the calibration text, spread over it."),
     window: int = typer.Option(512, min=2, help="Tokens a window."),
     rows: int = typer.Option(256, min=2, help="Inputs of each layer that are kept and measured on."),
-    layers: list[str] = typer.Option([], metavar="PATTERN", help="Study only these; may be repeated."),
-    skip: list[str] = typer.Option(list(DEFAULT_SKIP), metavar="PATTERN", help="Leave these; may be repeated."),
+    layers: list[str] = typer.Option(
+        [], metavar="PATTERN", help="Study only these, written as for --skip; may be repeated."
+    ),
+    skip: list[str] = typer.Option(
+        list(DEFAULT_SKIP),
+        metavar="PATTERN",
+        help="Leave these: whole dotted parts of a name such as layers.0 or mlp.*, or re:REGEX, which must match the "
+        "whole name. May be repeated; replaces the default.",
+    ),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1 …"),
     case: list[str] | None = typer.Option(None, help="Without MODEL: only this tensor; may be repeated."),
     json: Path | None = typer.Option(None, help="Without MODEL: write the rows to this file too."),
@@ -99,11 +108,16 @@ def _conduct(question: Question) -> Answer:
     ) as bar:
         task = bar.add_task("", total=None)
 
+        log = log_progress(errors)
+
         def tell(what: str) -> None:
+            if not errors.is_terminal:
+                errors.print(what, soft_wrap=True)
             bar.update(task, description=what, completed=0, total=None)
 
         def progress(name: str, done: int, total: int) -> None:
             bar.update(task, description=name, completed=done, total=total)
+            log(name, done, total)
 
         return conduct(question, progress, tell)
 
@@ -113,12 +127,13 @@ def _show(answer: Answer, folder: Path) -> None:
     if answer.trials:
         tables.append(trial_table(answer.trials, str(answer.text)))
     for table in tables:
-        console_for(table).print(table)
+        print_table(table, keys=2)
     out = Console(highlight=False)
     for name, reason in ((r.name, r.skipped) for r in answer.results if r.skipped):
         out.print(f"[yellow]not measured: {escape(name)}: {escape(reason)}[/]", soft_wrap=True)
     chosen = answer.selection
-    out.print(f"Plan: {chosen.bits:.3f} bits a weight, {chosen.db:.1f} dB; {escape(str(folder / 'plan.json'))}")
+    out.print(f"Plan: {chosen.bits:.3f} bits a weight, {chosen.db:.1f} dB, over {answer.scope}", soft_wrap=True)
+    out.print(f"Quantize so: {escape(quantize_command(answer, folder))}", soft_wrap=True)
     for verdict in answer.verdicts:
         out.print(f"{verdict.format}: {escape(answer.evidence(verdict))}.", soft_wrap=True)
     out.print(f"[bold]Does the rotation help? {escape(answer.sentence)}[/]", soft_wrap=True)
@@ -132,7 +147,7 @@ def _study_cases(case: list[str] | None, formats: list[str], rotations: list[str
     cases = _chosen(case)
     rows = sweep(cases, formats or STUDY_FORMATS, rotations or None)
     table = error_table(rows, cases)
-    console_for(table).print(table)
+    print_table(table, keys=2)
     if json is not None:
         write_json(
             json,

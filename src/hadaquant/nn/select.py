@@ -41,7 +41,7 @@ def _check_expression(pattern: str) -> None:
             re.compile(pattern[3:])
         except re.error as error:
             why = f"is no regular expression: {error}"
-            raise UnknownChoice(what=f"skip pattern, which {why},", value=pattern, choices="re:REGEX") from None
+            raise UnknownChoice(what=f"pattern, which {why},", value=pattern, choices="re:REGEX") from None
 
 
 def check_patterns(skip: Iterable[str], names: Iterable[str]) -> None:

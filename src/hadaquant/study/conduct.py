@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from hadaquant.checkpoint.model_plan import ModelPlan, fingerprint
 from hadaquant.checkpoint.source import Checkpoint
-from hadaquant.errors import CheckpointError
+from hadaquant.errors import CheckpointError, PredictionError
 from hadaquant.formats import get_format
 from hadaquant.nn.select import DEFAULT_SKIP
 from hadaquant.study.budget import Selection, select
 from hadaquant.study.layers import LayerResult
 from hadaquant.study.models import ModelFolder
-from hadaquant.study.perplexity import read_tokens
+from hadaquant.study.perplexity import perplexity, read_tokens
 from hadaquant.study.rotations import as_rotation
 from hadaquant.study.run import Linears, Progress, Settings, StudyFolder, digest, linears_of, study_layers
 from hadaquant.study.trials import Bench, Outcome, Trial, choice_of, try_formats, try_plan
@@ -61,8 +63,13 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was found. ``outcome`` and ``planned`` are None where there was no text to test on."""
+    """What was found.
 
+    ``model``: its folder. ``outcome`` and ``planned`` are None where there was no text to test on. ``stored``: weights
+    and bits, as it is stored, of every linear of the model, studied or not.
+    """
+
+    model: Path
     settings: Settings
     text: str | None
     results: list[LayerResult]
@@ -72,6 +79,23 @@ class Answer:
     limits: dict[str, float]
     planned: Trial | None
     kept: dict[str, str]
+    stored: Mapping[str, tuple[int, int]]
+
+    @property
+    def all_bits(self) -> float:
+        """Bits a weight over all linears under the plan, those that it keeps as they are stored among them."""
+        cells = self.selection.cells
+        bits = (cells[name].bits * count if name in cells else kept for name, (count, kept) in self.stored.items())
+        return sum(bits) / sum(count for count, _ in self.stored.values())
+
+    @property
+    def scope(self) -> str:
+        """Which linears the plan is for, and what becomes of the others."""
+        planned, linears = len(self.selection.cells), len(self.stored)
+        if planned == linears:
+            return f"all {linears} linears"
+        others = f"the other {linears - planned} stay as they are, {self.all_bits:.3f} bits a weight over all"
+        return f"{planned} of {linears} linears; {others}"
 
     @property
     def trials(self) -> list[Trial]:
@@ -117,7 +141,14 @@ class Answer:
             "formats": [v.to_dict() for v in self.verdicts],
             "tested": None if self.outcome is None else [t.to_dict() for t in self.outcome.formats],
             "trials": [t.to_dict() for t in self.trials],
-            "plan": {"bits": self.selection.bits, "db": self.selection.db, "limits": self.limits},
+            "plan": {
+                "bits": self.selection.bits,
+                "db": self.selection.db,
+                "limits": self.limits,
+                "layers": len(self.selection.cells),
+                "all_linears": len(self.stored),
+                "bits_of_all": self.all_bits,
+            },
             "layers": [r.to_dict() for r in self.results],
             "kept": self.kept,
         }
@@ -128,6 +159,7 @@ class Answer:
             "verdict": self.sentence,
             "limits": self.limits,
             "bits": round(self.selection.bits, 4),
+            "bits_of_all": round(self.all_bits, 4),
             "db": round(self.selection.db, 2),
             "settings": self.settings.to_dict(),
         }
@@ -156,6 +188,7 @@ def conduct(
         CheckpointError: a folder or text that cannot be used, or a text that is too short.
         UnknownChoice, RotationError, PatternError: a name that means nothing.
         LayerError: nothing to study.
+        PredictionError: the model gives NaN.
         PlanError: the limits cannot be met.
         MissingExtra: transformers is not installed.
     """
@@ -185,12 +218,23 @@ def conduct(
     folder = StudyFolder(q.out)
     model = source.load(q.device)
     linears = linears_of(checkpoint, model, q.skip, q.only)
+    for words in (ids, text):
+        if words is not None:
+            _check_predictions(model, q.model, words[: q.window])
     folder.begin(settings)
     results = study_layers(folder, settings, model, linears, ids, progress)
     bench = None if text is None else Bench(folder, model, linears, text, q.window, tell)
     answer = _answer(q, settings, linears, results, bench)
     answer.plan().write(q.out / "plan.json")
     return answer
+
+
+def _check_predictions(model: nn.Module, path: Path, ids: Tensor) -> None:
+    """Refuse a model that gives NaN before hours are spent on it."""
+    try:
+        perplexity(model, ids, len(ids))
+    except PredictionError as error:
+        raise PredictionError(**{**error.fields, "model": path}) from error
 
 
 def _answer(
@@ -202,6 +246,7 @@ def _answer(
     allowed = None if outcome is None else {**{f: ["none"] for f in measured}, **outcome.allowed}
     selection = select(results, **limits, allowed=allowed)
     return Answer(
+        model=q.model,
         settings=settings,
         text=None if q.text is None else q.text.name,
         results=results,
@@ -211,4 +256,5 @@ def _answer(
         limits=limits,
         planned=None if bench is None else try_plan(bench, selection),
         kept={**linears.kept, **{r.name: r.skipped for r in results if r.skipped}},
+        stored=linears.stored,
     )

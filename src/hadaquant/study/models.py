@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hadaquant.checkpoint.layouts import layout_of
 from hadaquant.checkpoint.record import CalibrationRecord
 from hadaquant.checkpoint.source import Checkpoint
-from hadaquant.errors import CheckpointError, LayerError, MissingExtra
+from hadaquant.errors import CheckpointError, LayerError, MissingExtra, PredictionError
 from hadaquant.nn import RotatedLinear
 from hadaquant.study.metrics import Helps
 from hadaquant.study.perplexity import Comparison, Full, Perplexity, logits_of, perplexity, read_tokens
@@ -109,6 +109,8 @@ def with_sources(folders: Iterable[Path], source: Path | None = None) -> list[Mo
         CheckpointError: a folder cannot be read, or a source is not where the quantized folder says.
     """
     found: dict[Path, ModelFolder] = {}
+    if source is not None:
+        ModelFolder.open(source)
     for path in folders:
         folder = ModelFolder.open(path)
         origin = source if source is not None else folder.source
@@ -192,7 +194,8 @@ def evaluate(
 
     Raises:
         CheckpointError, LayerError, MissingExtra: the model cannot be loaded.
-        ShapeError, LayerError: it does not go with the tokens; see :func:`perplexity`.
+        ShapeError, LayerError, PredictionError: it does not go with the tokens, or predicts none; see
+            :func:`perplexity`.
     """
     return _evaluate(folder, folder.load(device), ids, window, full)
 
@@ -228,12 +231,16 @@ def _evaluate(folder: ModelFolder, model: nn.Module, ids: Tensor, window: int, f
     format, rotation = described(model)
     if folder.quantized and not any(isinstance(m, RotatedLinear) for m in model.modules()):
         raise LayerError(layer=str(folder.path), rule="no linear of it is quantized", fix="quantize it again")
+    try:
+        result = perplexity(model, ids, window, full)
+    except PredictionError as error:
+        raise PredictionError(**{**error.fields, "model": folder.path}) from error
     return ModelRow(
         model=folder.path,
         source=folder.source if folder.quantized else None,
         format=format,
         rotation=rotation,
-        result=perplexity(model, ids, window, full),
+        result=result,
         nbytes=folder.nbytes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
@@ -15,7 +16,7 @@ from hadaquant.study.conduct import Answer
 from hadaquant.study.layers import Cell, LayerResult
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.perplexity import Comparison
-from hadaquant.study.report import write_json
+from hadaquant.study.report import counted, interval_note, write_json
 from hadaquant.study.trials import Trial
 
 
@@ -49,6 +50,9 @@ def write_report(answer: Answer, folder: Path, command: str = "") -> Path:
     page = environment.from_string(template).render(
         answer=answer,
         command=command,
+        quantize=quantize_command(answer, folder),
+        counted=counted,
+        note=interval_note(answer.trials[0].result.windows) if answer.trials else "",
         margin=MARGIN_DB,
         pictures={name: base64.b64encode(data).decode() for name, data in pictures.items() if data is not None},
         tested={t.verdict.format: t for t in answer.outcome.formats} if answer.outcome else {},
@@ -60,6 +64,11 @@ def write_report(answer: Answer, folder: Path, command: str = "") -> Path:
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def quantize_command(answer: Answer, folder: Path) -> str:
+    """What obeys the plan, to be typed into a shell; OUT is left to fill in."""
+    return shlex.join(("hadaquant", "quantize", str(answer.model), "OUT", "--plan", str(folder / "plan.json")))
 
 
 def _trial(answer: Answer, trial: Trial) -> dict[str, Any]:

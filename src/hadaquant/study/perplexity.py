@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hadaquant.errors import CheckpointError, LayerError, ShapeError
+from hadaquant.errors import CheckpointError, LayerError, PredictionError, ShapeError
 from hadaquant.nn import RotatedLinear
 from hadaquant.study.bootstrap import Interval, mean_interval
 from hadaquant.study.metrics import Helps
@@ -180,6 +180,7 @@ def perplexity(model: nn.Module, ids: Tensor, window: int = 512, full: Full | No
 
     Raises:
         ShapeError: fewer tokens than a window, or a window that predicts nothing.
+        PredictionError: the model predicts NaN, or gives a token that comes no chance at all.
         LayerError: the model has no linears, or no embedding for one of the ids.
     """
     if window < 2:
@@ -197,6 +198,7 @@ def perplexity(model: nn.Module, ids: Tensor, window: int = 512, full: Full | No
         start = time.perf_counter()
         logits = logits_of(model, tokens[None])[0, :-1].to(torch.float32)
         losses = functional.cross_entropy(logits, tokens[1:], reduction="none")
+        _check_finite(model, losses, len(rows) + 1)
         rows.append([losses.to("cpu", torch.float64)])
         seconds += time.perf_counter() - start
         if full is not None:
@@ -219,6 +221,24 @@ def _compared(full: Tensor, logits: Tensor) -> list[Tensor]:
     return [column.to("cpu", torch.float64) for column in (divergence, agreement)]
 
 
+def _check_finite(model: nn.Module, losses: Tensor, window: int) -> None:
+    wrong = int((~losses.isfinite()).sum())
+    if wrong:
+        why = f"{culprit} holds NaN or Inf" if (culprit := _nonfinite(model)) else "all of its weights are finite"
+        raise PredictionError(model=type(model).__name__, wrong=wrong, predicted=losses.numel(), window=window, why=why)
+
+
+def _nonfinite(model: nn.Module) -> str | None:
+    """The first module whose own weights hold NaN or Inf, those of a quantized linear decoded."""
+    for name, module in model.named_modules():
+        weights = [*module.parameters(recurse=False)]
+        if isinstance(module, RotatedLinear):
+            weights.append(module.quantized_weight().dequantize())  # type: ignore[arg-type]
+        if any(w.is_floating_point() and not w.isfinite().all() for w in weights):
+            return name
+    return None
+
+
 def _check_model(model: nn.Module, ids: Tensor) -> None:
     name = type(model).__name__
     if not any(isinstance(m, nn.Linear | RotatedLinear) for m in model.modules()):
@@ -232,8 +252,16 @@ def _check_model(model: nn.Module, ids: Tensor) -> None:
         )
 
 
-def read_tokens(text: Path, tokenizer: Any, window: int = 512, tokens: int | None = None) -> Tensor:
+def read_tokens(
+    text: Path,
+    tokenizer: Any,
+    window: int = 512,
+    tokens: int | None = None,
+    longer: str = "give more text or a smaller --window",
+) -> Tensor:
     """int64 [T] token ids of a UTF-8 text, the first ``tokens`` of them if given; no special tokens.
+
+    ``longer``: what to do about a text that is too short.
 
     Raises:
         CheckpointError: the file is missing, is not UTF-8, or is shorter than a window.
@@ -245,10 +273,11 @@ def read_tokens(text: Path, tokenizer: Any, window: int = 512, tokens: int | Non
     # verbose=False: the text is longer than a context on purpose
     ids = torch.tensor(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"][:tokens])
     if ids.numel() < window:
-        what = f"its first {tokens} tokens are" if tokens is not None and ids.numel() == tokens else "it is"
+        cut = tokens is not None and ids.numel() == tokens
+        what = f"its first {tokens} tokens are" if cut else "it is"
         raise CheckpointError(
             path=text,
             rule=f"{what} shorter than one window: {ids.numel()} tokens, window {window}",
-            fix="give more text, more --tokens or a smaller --window",
+            fix="give more --tokens or a smaller --window" if cut else longer,
         )
     return ids.to(torch.int64)

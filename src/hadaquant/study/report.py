@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,7 +17,7 @@ from hadaquant.errors import CheckpointError
 from hadaquant.study.cases import Case
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.models import ModelRow
-from hadaquant.study.perplexity import Comparison
+from hadaquant.study.perplexity import UNITS, Comparison
 from hadaquant.study.sweep import Row
 from hadaquant.study.trials import Outcome, Trial
 from hadaquant.study.verdict import FormatVerdict
@@ -26,12 +25,42 @@ from hadaquant.study.verdict import FormatVerdict
 _COLOURS = {"yes": "green", "no": "red", "no difference": "dim"}
 
 
-def console_for(table: Table) -> Console:
-    """A console that shows the table unbroken, unless it is a terminal, whose width is what it is."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    return console
+def interval_note(windows: int) -> str:
+    """What the intervals of figures over so many windows of a text say."""
+    if windows == 1:
+        return (
+            "One window gives no interval over windows: […] hold 95 % of what resampled pieces of it give, and say "
+            "nothing of other text."
+        )
+    text = "[…] hold 95 % of what other windows of the text would give"
+    return f"{text}, by resampling pieces of these {windows}." if windows < UNITS else f"{text}."
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Paths by as few of their last parts as tell them apart.
+
+    >>> short_names([Path("/a/models/int8"), Path("/b/models/int8"), Path("/b/models/full")])
+    ['…/a/models/int8', '…/b/models/int8', 'full']
+    """
+
+    def last(path: Path, parts: int) -> Path:
+        return Path(*path.parts[-parts:])
+
+    found = []
+    for path in paths:
+        others = {p for p in paths if p != path}
+        parts = next((n for n in range(1, len(path.parts)) if last(path, n) not in {last(p, n) for p in others}), None)
+        found.append(str(path) if parts is None else f"{'…/' if parts > 1 else ''}{last(path, parts)}")
+    return found
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "window"), counted(2, "window")
+    ('1 window', '2 windows')
+    """
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def coloured(verdict: str) -> str:
@@ -74,24 +103,26 @@ def error_table(rows: Iterable[Row], cases: Iterable[Case]) -> Table:
 
 
 def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
-    """One table of models, a row each."""
+    """One table of models, a row each; folders by as few of their last parts as tell them apart."""
+    rows = list(rows)
+    names = short_names([row.model.resolve() for row in rows])
     table = Table(
         title=escape(title),
         box=box.SIMPLE_HEAD,
-        caption="[…] hold 95 % of what other windows of the text would give. KL: nats a token from the source's "
-        "predictions; same: predictions with its most likely token. Gain: nats a token over the same format without "
-        "rotation, in loss and in KL. A rotation helps when one interval lies above zero and none below.",
+        caption=f"{interval_note(rows[0].result.windows)} KL: nats a token from the source's predictions; same: "
+        "predictions with its most likely token. Gain: nats a token over the same format without rotation, in loss "
+        "and in KL. A rotation helps when one interval lies above zero and none below.",
         caption_justify="left",
     )
     for heading in ("model", "format", "rotation"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
     for heading in ("perplexity", "KL", "same", "weights", "tokens/s", "gain", "KL gain"):
         table.add_column(heading, justify="right")
     table.add_column("rotation helps")
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         r = row.result
         table.add_row(
-            escape(str(row.model)),
+            escape(name),
             row.format,
             row.rotation,
             f"{r.perplexity:.2f} {between(r.interval, '.2f')}",
@@ -136,9 +167,9 @@ def trial_table(trials: Sequence[Trial], text: str) -> Table:
     """Variants of a model on a text, each beside the unquantized one."""
     full = trials[0].result
     table = Table(
-        title=f"The model on {escape(text)}: {full.windows} windows, {full.losses.numel()} predicted tokens",
+        title=f"The model on {escape(text)}: {counted(full.windows, 'window')}, {full.losses.numel()} predicted tokens",
         box=box.SIMPLE_HEAD,
-        caption="[…] hold 95 % of what other windows of the text would give. Gain: nats a token over the same format "
+        caption=f"{interval_note(full.windows)} Gain: nats a token over the same format "
         "without rotation, in loss and in KL.",
         caption_justify="left",
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from hadaquant.errors import RotationError
 from hadaquant.formats import Format
 from hadaquant.nn.convert import fit
 from hadaquant.rotation import Rotation, parse
@@ -39,6 +40,9 @@ def as_rotation(spec: str) -> Rotation:
         return random_orthogonal(int(group))
     if group.isdecimal() and kind == "random":
         return random_signs(int(group))
+    if spec != "none" and not (kind in ("sylvester", "regular") and group.isdecimal()):
+        rule = "a rotation is written 'none', 'sylvester:G', 'regular:G', 'random:G' or 'matrix:G'"
+        raise RotationError(value=repr(spec), rule=rule, fix="for example 'sylvester:16' or 'regular:256'")
     return parse(spec)
 
 

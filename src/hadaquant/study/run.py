@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,12 @@ class Linears:
     """The linears of a checkpoint to study.
 
     ``names``: the model's name of each, by its name in the checkpoint, in the model's order. ``kept``: why the
-    others are left alone.
+    others are left alone. ``stored``: weights and bits of each of them all, as it is stored.
     """
 
     names: Mapping[str, str]
     kept: Mapping[str, str]
+    stored: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def linears_of(
@@ -90,7 +92,7 @@ def linears_of(
     for layer in linears:
         pattern = skipped_by(layer, skip)
         if pattern is not None:
-            kept[layer] = f"matches skip pattern {pattern!r}"
+            kept[layer] = f"matches skip pattern '{pattern}'"
         elif only and skipped_by(layer, only) is None:
             kept[layer] = "not among the layers that were studied"
     chosen = [layer for layer in linears if layer not in kept]
@@ -100,7 +102,12 @@ def linears_of(
     targets = hf.model_names(model, [f"{layer}.weight" for layer in chosen])
     names = {layer: str(targets[f"{layer}.weight"]).removesuffix(".weight") for layer in chosen}
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return Linears(names=dict(sorted(names.items(), key=lambda item: order.get(item[1], -1))), kept=kept)
+    tensors = {layer: checkpoint.tensors[f"{layer}.weight"] for layer in linears}
+    return Linears(
+        names=dict(sorted(names.items(), key=lambda item: order.get(item[1], -1))),
+        kept=kept,
+        stored={layer: (math.prod(tensor.shape), 8 * tensor.nbytes) for layer, tensor in tensors.items()},
+    )
 
 
 @dataclass(frozen=True)

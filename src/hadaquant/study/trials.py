@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hadaquant.checkpoint.model_plan import Choice
-from hadaquant.errors import PlanError
+from hadaquant.errors import PlanError, PredictionError
 from hadaquant.formats import get_format
 from hadaquant.nn import RotatedLinear
 from hadaquant.study.budget import Allowed, Selection, select
@@ -124,7 +124,10 @@ class Bench:
         key = _key(choices)
         if key not in self._done:
             self.tell(f"{format}, {rotation}" if choices else format)
-            self._done[key] = result = self._measure(choices)
+            try:
+                self._done[key] = result = self._measure(choices)
+            except PredictionError as error:
+                raise PredictionError(**{**error.fields, "model": f"the model in {format}, {rotation}"}) from error
             line = {"key": key, "text": self.text, "format": format, "rotation": rotation, **_stored(result)}
             self.folder.append(_FILE, line)
         return Trial(format=format, rotation=rotation, result=self._done[key])

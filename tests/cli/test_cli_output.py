@@ -1,0 +1,44 @@
+"""Tables at any width."""
+
+import pytest
+from rich.table import Column, Table
+
+from hadaquant.cli.output import number, print_table
+
+CELLS = ("a-model-of-some-length", "nvfp4", "23.4567 [21.0123, 25.9876]", "0.1234", "81.4 %", "")
+HEADINGS = ("model", "format", "perplexity", "KL", "same", "gain")
+
+
+def printed(capsys, rows=(CELLS,)):
+    table = Table(*HEADINGS[:2], *map(number, HEADINGS[2:]), title="A title", caption="A caption")
+    for row in rows:
+        table.add_row(*row)
+    print_table(table)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 66, 80, 100, 300])
+def test_no_number_is_cut_and_no_line_is_too_long(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = printed(capsys)
+    for words in (*CELLS[:-1], *HEADINGS[:-1], "A title", "A caption"):
+        assert any(words in line for line in lines), words
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines) and "gain" not in "".join(lines)  # a column without content is left out
+    # what comes below says whose it is, too
+    assert sum("a-model" in line for line in lines) == {60: 3, 66: 2, 80: 2}.get(width, 1)
+
+
+def test_a_pipe_gets_one_piece(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = printed(capsys, [(*CELLS[:-1], "+0.0123 [+0.0100, +0.0150]")] * 2)
+    assert sum("23.4567" in line and "+0.0150]" in line for line in lines) == 2
+
+
+def test_words_fold_before_numbers_give_way(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    table = Table("layer", number("µs"), Column("others"))
+    table.add_row("up", "1234.5", "one 1.00, two 2.00, three 3.00, four 4.00")
+    print_table(table)
+    out = capsys.readouterr().out
+    assert "1234.5" in out and "three 3.00" in out and max(map(len, out.splitlines())) <= 40
