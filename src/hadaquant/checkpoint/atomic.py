@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -26,31 +27,62 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_output(out: Path) -> Iterator[Path]:
-    """A temporary sibling path, to become ``out`` at the end of a ``with`` block that succeeds.
+    """A temporary path beside ``out``, to become ``out`` at the end of a ``with`` block that succeeds.
 
     The block makes a file or a folder of it. Everything is on the disk before it gets its name; when
-    the block fails, or is interrupted, nothing stays.
+    the block fails, or is interrupted, nothing stays. What a run that was killed has left goes with the next one.
 
     Raises:
         CheckpointError: ``out`` exists, its parent does not, or the disk refuses (full, read-only).
     """
     check_new(out)
-    temporary = out.absolute().parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    _remove_leftovers(out)
+    home = out.absolute().parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    lock = None
     try:
-        yield temporary
-        _sync(temporary)
+        home.mkdir()
+        lock = _lock(home)
+        yield home / out.name
+        _sync(home)
         check_new(out)
-        temporary.rename(out)
+        (home / out.name).rename(out)
         _sync_one(out.absolute().parent)
     except OSError as error:
         raise CheckpointError(
             path=out, rule=f"cannot be written ({error})", fix="free space, or choose another place"
         ) from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed runs to the same output left: folders of such a name that no process holds."""
+    for home in out.absolute().parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", home.name):
+            lock = _lock(home)
+            if lock is not None:
+                shutil.rmtree(home, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds a folder until it is closed or its process ends; None if another does, or none can."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _sync(path: Path) -> None:
