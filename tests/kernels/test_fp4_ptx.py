@@ -15,7 +15,7 @@ if interpreting():
 import torch
 
 from hadaquant.formats.elements import decode_e4m3
-from hadaquant.kernels import fp4_words, gemm_fp4_small
+from hadaquant.kernels import fp4_words
 
 from .ptx import run
 
@@ -60,7 +60,7 @@ def bf16(bits: int) -> float:
 @pytest.mark.parametrize("sliced", [False, True])
 def test_every_code_times_every_scale(rule, scale_of, lift, sliced):
     """Exact, or the interpreted PTX fails; NaN where the scale is."""
-    load, pair = gemm_fp4_small._load_asm(rule), fp4_words._scales_asm(rule)
+    load, pair = fp4_words._load_scales_asm(rule), fp4_words._scales_asm(rule)
     nibbles = [fp4_words._decode_asm(rule, i, sliced) for i in range(8)]
     for first in range(0, 128 if rule == "e4m3_global" else 254, 2):
         stored = run(load, {4: 0}, 4, bytes([first, first + 1]))
