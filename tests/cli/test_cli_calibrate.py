@@ -38,6 +38,7 @@ def test_better_codes_in_the_same_kind_of_folder(folders, tmp_path):
         folders, better, "--weights", "gptq+search", "--calibration", folders / "text.txt", "--json", report
     )
     assert result.exit_code == 0, result.stderr
+    assert "the weight of an Embedding, not the weight of an nn.Linear" in result.stdout
     assert "gptq+search on 2 windows of 512 tokens: mean error of the outputs 0." in " ".join(result.stdout.split())
     assert {path.name for path in better.iterdir()} == {path.name for path in plain.iterdir()}
     first, second = (json.loads((path / "config.json").read_text())["quantization_config"] for path in (plain, better))

@@ -3,7 +3,7 @@
 import pytest
 from rich.table import Column, Table
 
-from hadaquant.cli.output import number, print_table
+from hadaquant.cli.output import console, log_progress, number, print_table
 
 CELLS = ("a-model-of-some-length", "nvfp4", "23.4567 [21.0123, 25.9876]", "0.1234", "81.4 %", "")
 HEADINGS = ("model", "format", "perplexity", "KL", "same", "gain")
@@ -42,3 +42,24 @@ def test_words_fold_before_numbers_give_way(capsys, monkeypatch):
     print_table(table)
     out = capsys.readouterr().out
     assert "1234.5" in out and "three 3.00" in out and max(map(len, out.splitlines())) <= 40
+
+
+def test_a_key_keeps_its_line_and_nothing_is_lost_where_nothing_fits(capsys, monkeypatch):
+    for width in (60, 20):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = Table("layer", "rotation", number("error"))
+        table.add_row("model.layers.mlp.down_proj", "regular:64 (group fitted, as 256 does not divide)", "0.0123456789")
+        print_table(table)
+        out = capsys.readouterr().out
+        assert ("model.layers.mlp.down_proj" in out and "0.0123456789" in out) == (width == 60)
+        assert "…" not in out and max(map(len, out.splitlines())) <= width
+        letters = "".join(c for c in out if c.isalnum() or c in "._")
+        assert letters.count("0") >= 2 and all(letters.count(c) >= 3 for c in "del")
+
+
+def test_a_log_hears_of_progress_now_and_then(capsys):
+    often, seldom = log_progress(console(stderr=True), seconds=0), log_progress(console(stderr=True), seconds=1000)
+    for done in range(3):
+        often("up", done, 2)
+        seldom("down", done, 2)
+    assert capsys.readouterr().err.splitlines() == ["  0% up", " 50% up", "100% up"]

@@ -55,7 +55,9 @@ def _by_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str | None]
         parent, _, attribute = target.rpartition(".")
         module = modules[parent]
         if type(module) is not nn.Linear or attribute != "weight":
-            return f"the {attribute} of a {type(module).__name__}, not the weight of an nn.Linear"
+            name = type(module).__name__
+            article = "an" if name[0] in "AEIOU" else "a"
+            return f"the {attribute} of {article} {name}, not the weight of an nn.Linear"
         others = [name for name in names_of[id(module.weight)] if name != target]
         if others:
             return f"tied to {', '.join(others)}"

@@ -40,38 +40,37 @@ def print_table(table: Table, keys: int = 1, markup: bool = True) -> None:
 def _parts(table: Table, keys: int, out: Console) -> Iterator[Table]:
     """Tables that fit, each with the key columns and as many of the others as there is room for."""
     cells = [list(column.cells) for column in table.columns]
+    whole = [i < keys or column.no_wrap or column.justify == "right" for i, column in enumerate(table.columns)]
+    # keys and numbers keep their line; other cells may be folded between words
     needs = [
-        max(
-            size.maximum if _whole(column) else size.minimum
-            for size in (out.measure(cell) for cell in (column.header, *found))
-        )
-        for column, found in zip(table.columns, cells, strict=True)
+        max(size.maximum if keep else size.minimum for size in map(out.measure, (column.header, *found)))
+        for column, found, keep in zip(table.columns, cells, whole, strict=True)
     ]
-    heads, rest = list(range(keys)), [i for i in range(keys, len(cells)) if any(cells[i])]
-    first = True
-    while rest:
-        chosen = [*heads, rest.pop(0)]
+
+    def fits(columns: list[int]) -> bool:
         # a column takes three more than its content, and the frame one
-        while rest and sum(needs[i] + 3 for i in (*chosen, rest[0])) + 1 <= out.width:
+        return sum(needs[i] + 3 for i in columns) + 1 <= out.width
+
+    rest, first = [i for i in range(keys, len(cells)) if any(cells[i])], True
+    while rest:
+        chosen = [*range(keys), rest.pop(0)]
+        while rest and fits([*chosen, rest[0]]):
             chosen.append(rest.pop(0))
-        yield _part(table, cells, chosen, first, last=not rest)
+        part = Table(
+            title=table.title if first else None,
+            caption=None if rest else table.caption,
+            title_justify=table.title_justify,
+            caption_justify=table.caption_justify,
+            box=table.box,
+        )
+        for i in chosen:
+            column = table.columns[i]
+            # where even this does not fit, folded is better than cut
+            part.add_column(column.header, justify=column.justify, no_wrap=whole[i] and fits(chosen), overflow="fold")
+        for row, like in enumerate(table.rows):
+            part.add_row(*(cells[i][row] for i in chosen), end_section=like.end_section)
+        yield part
         first = False
-
-
-def _part(table: Table, cells: list[list], chosen: list[int], first: bool, last: bool) -> Table:
-    part = Table(
-        title=table.title if first else None,
-        caption=table.caption if last else None,
-        title_justify=table.title_justify,
-        caption_justify=table.caption_justify,
-        box=table.box,
-    )
-    for i in chosen:
-        column = table.columns[i]
-        part.add_column(column.header, justify=column.justify, no_wrap=_whole(column), overflow="fold")
-    for row, like in enumerate(table.rows):
-        part.add_row(*(cells[i][row] for i in chosen), end_section=like.end_section)
-    return part
 
 
 def log_progress(out: Console, seconds: float = 10.0) -> Callable[[str, int, int], None]:
@@ -90,11 +89,6 @@ def log_progress(out: Console, seconds: float = 10.0) -> Callable[[str, int, int
 def number(heading: str) -> Column:
     """A column of numbers."""
     return Column(heading, justify="right")
-
-
-def _whole(column: Column) -> bool:
-    """Whether its cells keep their line, as numbers do; others may be folded between words."""
-    return column.no_wrap or column.justify == "right"
 
 
 def rotation_spec(text: str) -> str:
