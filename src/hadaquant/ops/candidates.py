@@ -159,18 +159,34 @@ def _sgl(target: Target, n: int, k: int, out_dtype: torch.dtype) -> Candidate:
 FP4_GEMV_ROWS, FP4_VALUE_ROWS = 4, 64
 
 
-def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
-    packed = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
-    if not packed and k % 32:
-        packed = f"it reads 32 codes at a time, K={k} is no multiple of them"
-    hopper = packed
+def packed_refusal(format: Format, target: Target, k: int) -> str | None:
+    """What speaks against decoding packed weights in registers."""
+    if target.vendor != "nvidia":
+        return "it is written in NVIDIA's instructions"
+    if format.block is None:
+        return f"it decodes packed four-bit codes, not {format}"
+    return f"it reads 32 codes at a time, K={k} is no multiple of them" if k % 32 else None
+
+
+def hopper_refusal(packed: str | None, target: Target, n: int, out_dtype: torch.dtype) -> str | None:
+    """What speaks against Hopper's product of packed weights. ``packed``: of :func:`packed_refusal`."""
     if target.name != "sm_90":
-        hopper = "it is written for the warpgroup instructions of sm_90"
-    elif not packed and n % 8:
-        hopper = f"TMA needs N % 8 == 0, not N={n}"
-    elif not packed and out_dtype not in (torch.bfloat16, torch.float16):
-        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
-    copied = None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
+        return "it is written for the warpgroup instructions of sm_90"
+    if not packed and n % 8:
+        return f"TMA needs N % 8 == 0, not N={n}"
+    if not packed and out_dtype not in (torch.bfloat16, torch.float16):
+        return f"its staging buffers hold 16-bit outputs, not {out_dtype}"
+    return packed
+
+
+def copied_refusal(target: Target) -> str | None:
+    """What speaks against a product of bfloat16 copies by torch."""
+    return None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
+
+
+def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
+    packed = packed_refusal(format, target, k)
+    hopper = hopper_refusal(packed, target, n, out_dtype)
     return [
         Candidate(
             kernel="fp4_gemv",
@@ -193,7 +209,7 @@ def _fp4_candidates(format: Format, target: Target, m: int, n: int, k: int, out_
         Candidate(
             kernel="fp4_unpacked",
             why="both operands copied to bfloat16 (exact), multiplied by torch into float32, then one pass of scales",
-            refusal=copied,
+            refusal=copied_refusal(target),
         ),
         Candidate(kernel="fp4_mm", why="codes times block scales decoded to bfloat16 (exact), multiplied into float32"),
         _block_scaled(format, target, n, k, out_dtype),

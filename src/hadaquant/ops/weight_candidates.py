@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hadaquant.formats import Format
-from hadaquant.ops.candidates import Candidate, hopper_tile
+from hadaquant.ops.candidates import Candidate, copied_refusal, hopper_refusal, hopper_tile, packed_refusal
 from hadaquant.ops.target import Target
 
 #: Most rows for weights decoded in the registers of the matrix units that multiply them.
@@ -20,20 +20,8 @@ def weight_candidates(
     format: Format, target: Target, m: int, n: int, k: int, out_dtype: torch.dtype
 ) -> list[Candidate]:
     """Candidates for bfloat16 [M, K] · quantized [N, K]ᵀ, best first."""
-    nvidia = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
-    packed = nvidia
-    if not packed and format.block is None:
-        packed = f"it decodes packed four-bit codes, not {format}"
-    elif not packed and k % 32:
-        packed = f"it reads 32 codes at a time, K={k} is no multiple of them"
-    hopper = packed
-    if target.name != "sm_90":
-        hopper = "it is written for the warpgroup instructions of sm_90"
-    elif not packed and n % 8:
-        hopper = f"TMA needs N % 8 == 0, not N={n}"
-    elif not packed and out_dtype not in (torch.bfloat16, torch.float16):
-        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
-    copied = None if target.vendor == "nvidia" else "torch's bfloat16 product into float32 is CUDA's"
+    packed = packed_refusal(format, target, k)
+    hopper = hopper_refusal(packed, target, n, out_dtype)
     most = HOPPER_FEW_ROWS if not hopper else FEW_ROWS
     few = f"M={m} is above {most}" if m > most else None
     return [
@@ -52,7 +40,7 @@ def weight_candidates(
         Candidate(
             kernel="weight_unpacked",
             why="weights copied to bfloat16 (exact), multiplied by torch into float32, then one pass of scales",
-            refusal=copied,
+            refusal=copied_refusal(target),
             unasked=None if m > FEW_ROWS else f"a copy of the weights in each call costs more than M={m} rows",
         ),
         Candidate(kernel="weight_mm", why="tiles of weights decoded to bfloat16 (exact), multiplied into float32"),
