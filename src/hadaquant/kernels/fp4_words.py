@@ -142,3 +142,12 @@ def load_scales(addresses, RULE: gl.constexpr, PURE: gl.constexpr):
     return gl.inline_asm_elementwise(
         _load_scales_asm(RULE), "=r,=r,=r,=r,l,l,l,l", [addresses], dtype=gl.int32, is_pure=PURE, pack=4
     )
+
+
+@gluon.jit
+def load_eight(addresses):
+    """The four registers of eight bfloat16 at each address."""
+    return gl.inline_asm_elementwise(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [addresses],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip

@@ -15,18 +15,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
-from hadaquant.kernels.fp4_words import decode_slice, load_scales, paired_scales
+from hadaquant.kernels.fp4_words import decode_slice, load_eight, load_scales, paired_scales
 from hadaquant.kernels.gemm_fp4 import unpack_words
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
-
-
-@gluon.jit
-def _load_eight(addresses):
-    """The four registers of eight bfloat16 at each address."""
-    return gl.inline_asm_elementwise(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [addresses],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -75,7 +66,7 @@ def value_rows_kernel(
     if AT_REST:
         gdc_wait()
     for k in range(0, words, STEP):
-        x = _load_eight(x_rows + gl.minimum(k + xk, words - 1) * 8)
+        x = load_eight(x_rows + gl.minimum(k + xk, words - 1) * 8)
         # the next words are on their way while these are decoded
         next_k = k + STEP + wk
         next_w = gl.load(w_words + next_k, mask=(column < N) & (next_k < words), other=0)

@@ -18,17 +18,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
-from hadaquant.kernels.fp4_words import decode_nibble, load_scales, paired_scales
+from hadaquant.kernels.fp4_words import decode_nibble, load_eight, load_scales, paired_scales
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
-
-
-@gluon.jit
-def _load_eight(addresses):
-    """Eight bfloat16 from each address on, as four pairs."""
-    return gl.inline_asm_elementwise(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [addresses],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -72,7 +63,7 @@ def weight_few_rows_kernel(
     w = gl.load(w_words + wk, mask=(column < N) & (wk < words), other=0)
     sw = load_scales(w_scales + gl.minimum(wk, words - 4) // 4 * EACH, RULE, True)
     for k in range(0, words, STEP):
-        x0, x1, x2, x3 = _load_eight(x_rows + gl.minimum(k + xk, words - 1) * 8)
+        x0, x1, x2, x3 = load_eight(x_rows + gl.minimum(k + xk, words - 1) * 8)
         # the next words are on their way while these are decoded
         next_wk = k + STEP + wk
         next_w = gl.load(w_words + next_wk, mask=(column < N) & (next_wk < words), other=0)
