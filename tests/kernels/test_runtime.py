@@ -9,8 +9,8 @@ from hadaquant.kernels.runtime import Launch
 
 @pytest.mark.parametrize(("warps", "occupancy", "k", "programs"), [
     (2, 8, 3072, 8),
-    (2, 8, 5120, 6),  # 64 KiB of rows
-    (1, 12, 3072, 8),  # ten would fit, which four schedulers cannot share
+    (2, 8, 5120, 4),  # 56 KiB of rows are five, which four schedulers cannot share
+    (1, 12, 3072, 8),
     (4, 2, 13824, 2),
     (8, 1, 65536, 1),
 ])  # fmt: skip

@@ -24,6 +24,7 @@ by the caller's divisor: :func:`negated` says where.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 Linear = gl.DistributedLinearLayout
 
@@ -125,6 +126,18 @@ def load_tile(row_ptr, K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: 
         return gl.load(where, mask=inside(K, t, W, HALF, WIDTH, layout), other=0)
     else:
         return gl.load(where)
+
+
+@gluon.jit
+def wait_and_let_start(step, M):
+    """Wait for all that is ahead. Then the next kernel may start, if ``step`` programs take one of M rows each.
+
+    Programs that take row after row let it start when they end: earlier its own would be placed unevenly, more of them
+    where there happened to be room, and a fixed share of rows each makes the fullest multiprocessor the last.
+    """
+    gdc_wait()
+    if step >= M:
+        gdc_launch_dependents()
 
 
 @gluon.jit
