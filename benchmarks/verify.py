@@ -8,10 +8,12 @@ Appends to results/verify.jsonl and exits with 1 if a byte differs.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import multiprocessing
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -49,6 +51,7 @@ def our_cast(values: tuple[float, ...]) -> list[float]:
     return decode_e4m3(encode_e4m3(torch.tensor(values))).tolist()
 
 
+@functools.cache
 def inputs() -> dict[str, torch.Tensor]:
     gen = torch.Generator().manual_seed(0)
     gauss = torch.randn(1024, 12288, generator=gen)
@@ -72,29 +75,29 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.view(torch.uint8) != b.view(torch.uint8)).sum())
 
 
+def compare(case: tuple[str, str, str]) -> dict[str, object]:
+    """How many bytes of one input differ, in one format and rotation."""
+    name, format, rotation = case
+    torch.set_num_threads(1)  # many cases at once instead
+    x = inputs()[name]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours = hq.quantize(x.to(device), format, rotation=rotation, backend="triton")
+    oracle = hq.quantize(x, format, rotation=rotation, backend="reference")
+    bad = differing(ours.codes, oracle.codes) + differing(ours.scales, oracle.scales)
+    if ours.global_scale is not None and oracle.global_scale is not None:
+        bad += differing(ours.global_scale.view(1), oracle.global_scale.view(1))
+    row = {"what": "bytes", "input": name, "format": format, "rotation": rotation}
+    return {**row, "elements": x.numel(), "differing_bytes": bad}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = inputs()
-    cases = list(itertools.product(given, hq.FORMATS, ROTATIONS))
-    rows: list[dict[str, object]] = []
-
-    def right(case: tuple[str, str, str]) -> hq.QuantizedTensor:
-        name, format, rotation = case
-        return hq.quantize(given[name], format, rotation=rotation, backend="reference")
-
-    torch.set_num_threads(1)  # many cases at once instead
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, format, rotation), oracle in zip(cases, pool.map(right, cases), strict=True):
-            x = given[name]
-            ours = hq.quantize(x.to(device), format, rotation=rotation, backend="triton")
-            bad = differing(ours.codes, oracle.codes) + differing(ours.scales, oracle.scales)
-            if ours.global_scale is not None and oracle.global_scale is not None:
-                bad += differing(ours.global_scale.view(1), oracle.global_scale.view(1))
-            row = {"what": "bytes", "input": name, "format": format, "rotation": rotation}
-            rows.append({**row, "elements": x.numel(), "differing_bytes": bad})
+    cases = list(itertools.product(inputs(), hq.FORMATS, ROTATIONS))
+    # processes, for each compiles kernels and computes on the CPU; spawned, for a GPU does not survive a fork
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        rows = list(pool.map(compare, cases))
     bytes_rows = list(rows)
     rows.append(
         {

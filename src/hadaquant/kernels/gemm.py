@@ -50,14 +50,16 @@ def int8_mm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     k = tl.arange(0, BK)
+    # rows beyond the end are other rows once more, so that what is loaded in the loop needs no mask along them
+    x_tile = x_ptr + (row % M)[:, None] * K + k[None, :]
+    w_tile = w_ptr + (column % N)[None, :] * K + k[:, None]
     acc = tl.zeros((BM, BN), tl.int32)
     for start in range(0, K, BK):
-        inside = start + k < K
-        x = tl.load(x_ptr + row[:, None] * K + (start + k)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0)
-        w = tl.load(
-            w_ptr + column[None, :] * K + (start + k)[:, None], mask=(column < N)[None, :] & inside[:, None], other=0
-        )
+        x = tl.load(x_tile, mask=(k < K - start)[None, :], other=0)
+        w = tl.load(w_tile, mask=(k < K - start)[:, None], other=0)
         acc = tl.dot(x, w, acc, out_dtype=tl.int32)
+        x_tile += BK
+        w_tile += BK
     sx = tl.load(sx_ptr + row, mask=row < M, other=0.0)
     sw = tl.load(sw_ptr + column, mask=column < N, other=0.0)
     y = (acc.to(tl.float32) * sx[:, None]) * sw[None, :]
@@ -117,14 +119,14 @@ _INT8_TILES: dict[tuple[int, int], dict[str, int]] = {
 }
 
 
-#: Stages where a program has a multiprocessor for itself, which takes more shared memory than consumer cards have.
-_ALONE_STAGES, _ALONE_BYTES = {(64, 32): 6, (64, 64): 8}, 160 * 1024
+#: The same where a program has a multiprocessor for itself, which takes more shared memory than consumer cards have.
+_ALONE_TILES, _ALONE_BYTES = {(64, 32): {"num_stages": 6}, (64, 64): {"BK": 256, "num_stages": 5}}, 160 * 1024
 
 
 def int8_config(tile: tuple[int, int], overlap: bool, alone: bool = False) -> dict[str, Any]:
     """Compile-time arguments and launch options of :func:`int8_mm_kernel`. ``alone``: as :func:`runs_alone` says."""
-    config = {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "OVERLAP": overlap, **_INT8_TILES[tile], **OPTIONS}
-    return config | ({"num_stages": _ALONE_STAGES[tile]} if alone and tile in _ALONE_STAGES else {})
+    options = _INT8_TILES[tile] | (_ALONE_TILES.get(tile, {}) if alone else {})
+    return {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "OVERLAP": overlap, **options, **OPTIONS}
 
 
 def runs_alone(programs: int, device: torch.device) -> bool:

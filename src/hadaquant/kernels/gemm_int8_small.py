@@ -97,9 +97,8 @@ def gemv_config(m: int, k: int, overlap: bool, at_rest: bool = False) -> dict[st
 
     ``at_rest``: the kernel ahead does not write the weight, and all before that one are done.
     """
-    words = min(1024, triton.next_power_of_2(k // 4))
-    tile = {"M": m, "BN": 8 if m == 1 else 4, "WORDS": words}
-    return {**tile, "OVERLAP": overlap, "AT_REST": at_rest, "num_warps": 4, **OPTIONS}
+    words = min(1024 if m == 1 else 512, triton.next_power_of_2(k // 4))
+    return {"M": m, "BN": 4, "WORDS": words, "OVERLAP": overlap, "AT_REST": at_rest, "num_warps": 2, **OPTIONS}
 
 
 def few_rows_config(overlap: bool) -> dict[str, Any]:

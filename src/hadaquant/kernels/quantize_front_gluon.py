@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
 from hadaquant.front import FrontEnd
 from hadaquant.kernels import quantize_rows_gluon
 from hadaquant.kernels.front import constants, operand
 from hadaquant.kernels.quantize_rows_gluon import FEWER_WARPS, MOST, WARPS, quantize_row, row_shape
-from hadaquant.kernels.rows_gluon import load_row, wait_and_let_start
+from hadaquant.kernels.rows_gluon import load_row
 from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
 from hadaquant.kernels.shared_gluon import PAIRS, UNKEPT, WIDE, keep, meeting_place, received_row, send_row, shared_row
 from hadaquant.rotation import Rotation
@@ -45,12 +46,13 @@ def quantize_front_gluon(
 
     KEPT: how shared memory keeps factor and shift. RING: whether the next row waits there.
     """
-    first = gl.program_id(0)
-    step = gl.num_programs(0)
-    if OVERLAP:
-        wait_and_let_start(step, M)
+    if OVERLAP:  # its programs fill all places, so that the next kernel's cannot come between them
+        gdc_wait()
+        gdc_launch_dependents()
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     UP: gl.constexpr = FRONT[0] == "silu_mul"
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
     places = (meeting_place(gl.float32, W, T + H), meeting_place(gl.float32, W, T + H), meeting_place(gl.int32, W, 1))
     tiles, ring = (), ()
     if RING:
