@@ -97,28 +97,28 @@ def cells() -> str:
 
 
 def recipes() -> str:
-    """Each calibrated cell with its recipe, beside round-to-nearest."""
+    """Each calibrated cell of coded weights and inputs with its recipe, beside round-to-nearest."""
     found, rows = lines(), []
     for line in found:
         if line["tokens"] != TOKENS or line.get("library") or not ("windows" in line or line.get("gains")):
+            continue
+        if line["activations"] != "coded":
             continue
         key = {name: line[name] for name in ("format", "rotation", "tokens", "activations")}
         rtn = pick(found, **key, weights="rtn")
         options = [f"{line['windows']} windows of {line['calibration']}"] if "windows" in line else []
         options += [f"damping {line['damping']}"] if line.get("damping", 0.1) != 0.1 else []
         options += ["inputs as coded"] if line.get("coded_inputs") else []
-        what = "both" if line["activations"] == "coded" else "weights alone"
         method = line["weights"] + (f" and gains, {line['gains']} steps" if line.get("gains") else "")
         ends = f"{line['low']:.1f} … {line['high']:.1f}"
         recipe = ("calibration", "windows", "gains", "damping", "coded_inputs", "gpu")
         long = pick(found, **{**key, "tokens": LONG}, weights=line["weights"], **{r: line.get(r) for r in recipe})
         figures = (number(line), ends, gain(rtn, line), number(long))
-        rows.append((*basis(line), what, method, ", ".join(options), "GPU" if line["gpu"] else "CPU", *figures))
-    rows.sort(key=lambda row: (row[0], row[1], row[2], row[3], row[6]))
+        rows.append((*basis(line), method, ", ".join(options), "GPU" if line["gpu"] else "CPU", *figures))
+    rows.sort(key=lambda row: (row[0], row[1], row[2], row[5]))
     head = (
         "format",
         "rotation",
-        "coded",
         "weights",
         "recipe",
         "on",
@@ -138,7 +138,8 @@ def others() -> str:
             continue
         family = line["format"].partition("-")[0]
         ours = [x for x in found if not x.get("library") and "pieces" in x and x["tokens"] == line["tokens"]]
-        ours = [x for x in ours if x["format"].partition("-")[0] == family and x["activations"] == "coded"]
+        ours = [x for x in ours if x["activations"] == "coded" and x["weights"] != "full"]
+        ours = [x for x in ours if x["format"].partition("-")[0] == family]
         plain = min((x for x in ours if not x.get("gains")), key=lambda x: x["perplexity"], default=None)
         fitted = min((x for x in ours if x.get("gains")), key=lambda x: x["perplexity"], default=None)
         theirs = (line["library"], f"`{line['format']}`, {line['rotation']}, {line['weights']}", number(line))
