@@ -84,23 +84,29 @@ def inverse_root(v, EPS: tl.constexpr):
 
 
 @triton.jit
+def row_moments(x_ptr, start, inside, K, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+                FRONT: tl.constexpr):  # fmt: skip
+    """float32 [ROWS]: mean, where it goes, and inverse root of the rows that begin at ``start``; 0 without sums."""
+    EPS: tl.constexpr = FRONT[3]
+    mean = tl.zeros((ROWS,), tl.float32)
+    inverse = mean
+    if EPS > 0:
+        if FRONT[0] == "ada_norm":
+            mean = divide_by(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K)
+        squares = _row_sum(x_ptr, start, inside, mean, K, True, FRONT, ROWS, WIDTH, TILES)
+        inverse = inverse_root(divide_by(squares, K), EPS)
+    return mean, inverse
+
+
+@triton.jit
 def open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS: tl.constexpr, WIDTH: tl.constexpr,
               TILES: tl.constexpr, FRONT: tl.constexpr):  # fmt: skip
     """What :func:`load_front` needs of these rows: where they and their operands begin, mean and inverse root.
 
     row: int64 [ROWS]; factor, shift: as :func:`operand` gives them; TILES: a power of two, at least K / WIDTH.
     """
-    KIND: tl.constexpr = FRONT[0]
-    EPS: tl.constexpr = FRONT[3]
-    inside = (row < M)[:, None]
     start = row * x_stride
-    mean = tl.zeros((ROWS,), tl.float32)
-    inverse = mean
-    if EPS > 0:
-        if KIND == "ada_norm":
-            mean = divide_by(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K)
-        squares = _row_sum(x_ptr, start, inside, mean, K, True, FRONT, ROWS, WIDTH, TILES)
-        inverse = inverse_root(divide_by(squares, K), EPS)
+    mean, inverse = row_moments(x_ptr, start, (row < M)[:, None], K, ROWS, WIDTH, TILES, FRONT)
     factor_ptr, factor_stride, factor_rows = factor
     shift_ptr, shift_stride, shift_rows = shift
     factor_start = row // factor_rows * factor_stride

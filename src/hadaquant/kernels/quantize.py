@@ -63,6 +63,7 @@ def _encode_blocks(y, g, ROWS: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.co
 @triton.jit
 def quantize_units(
     x_ptr,
+    rows,
     codes_ptr,
     scales_ptr,
     g,
@@ -82,11 +83,14 @@ def quantize_units(
     ROTATION: tl.constexpr,
     FRONT: tl.constexpr,
 ):
-    """Codes and scales of the units int64 [ROWS], as far as they are below ``units``."""
+    """Codes and scales of the units int64 [ROWS], as far as they are below ``units``.
+
+    rows: as ``load_front`` takes them, each unit's channels being a row.
+    """
     BLOCKS: tl.constexpr = ROWS * (UNIT // BLOCK)
     PER_BYTE: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
-    y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, False, FRONT)
+    y = load_rotated(x_ptr, rows, 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, False, FRONT)
     packed, stored = _encode_blocks(tl.reshape(y, (BLOCKS, BLOCK)), g, BLOCKS, BLOCK, ELEMENT, RULE)
 
     block = unit[:, None] * (UNIT // BLOCK) + tl.arange(0, UNIT // BLOCK)[None, :]
@@ -127,7 +131,7 @@ def quantize_blocks_kernel(
     if HAS_GLOBAL:
         g = tl.load(global_ptr)
     quantize_units(
-        x_ptr, codes_ptr, scales_ptr, g, signs_ptr, matrix_ptr, unit, units, blocks_in_row,
+        x_ptr, (unit * UNIT,), codes_ptr, scales_ptr, g, signs_ptr, matrix_ptr, unit, units, blocks_in_row,
         ROWS, UNIT, BLOCK, ELEMENT, RULE, TILED, TILE_ROWS, TILE_COLS, ROTATION, FRONT,
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def store_words(codes_ptr, unit, words):
 
 
 @triton.jit
-def _store_scales(scales_ptr, place, stored, real, WHOLE: tl.constexpr):
+def store_scales(scales_ptr, place, stored, real, WHOLE: tl.constexpr):
     """A unit's one, two or four scale bytes as one integer; zeros where the unit is padding of a tile."""
     BYTES: tl.constexpr = len(stored)
     DTYPE: tl.constexpr = tl.uint8 if BYTES == 1 else tl.uint16 if BYTES == 2 else tl.uint32
@@ -184,7 +184,7 @@ def quantize_blocks_fast_kernel(
             stored = stored + (s,)
         unit, place, real = _owned(first, i * N, units, rows, units_in_row, N, ACROSS, TILED, WHOLE)
         store_words(codes_ptr, unit, codes)
-        _store_scales(scales_ptr, place, stored, real, WHOLE)
+        store_scales(scales_ptr, place, stored, real, WHOLE)
     if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
         if tl.max(worst) > LARGEST_BITS:
             _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, first, units, rows, units_in_row, N, EACH, ACROSS, UNIT,
@@ -202,7 +202,7 @@ def _again(x_ptr, codes_ptr, scales_ptr, g, signs_ptr, first, units, rows, units
         unit, _, _ = _owned(first, part * FEW, units, rows, units_in_row, FEW, ACROSS, TILED, WHOLE)
         blocks_in_row = units_in_row * (UNIT // BLOCK)
         quantize_units(
-            x_ptr, codes_ptr, scales_ptr, g, signs_ptr, signs_ptr, unit, units, blocks_in_row,
+            x_ptr, (unit * UNIT,), codes_ptr, scales_ptr, g, signs_ptr, signs_ptr, unit, units, blocks_in_row,
             FEW, UNIT, BLOCK, "e2m1", RULE, TILED, TILE_ROWS, TILE_COLS, ROTATION, FRONT,
         )  # fmt: skip
 
