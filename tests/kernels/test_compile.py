@@ -85,11 +85,11 @@ def test_rotate_and_amax(target):
     check(compile_for(rotate.rotate_by_any_matrix_kernel, pointers("nvfp4"), arguments, target), target)
 
 
-@pytest.mark.parametrize("m", [1, 128, 4096])
+@pytest.mark.parametrize("m", [1, 128, 512, 4096])
 @pytest.mark.parametrize("target", TARGETS)
 def test_products(target, m):
     int8 = {"x_ptr": "*i8", "w_ptr": "*i8", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
-    tile = {1: (16, 32), 128: (64, 64), 4096: (128, 128)}[m]
+    tile = {1: (16, 32), 128: (64, 64), 512: (64, 128), 4096: (128, 128)}[m]
     arguments = {**gemm.int8_config(tile, overlap=target in OVERLAPPING), "HAS_BIAS": True}
     check(compile_for(gemm.int8_mm_kernel, int8, arguments, target), target)
     fp4 = {

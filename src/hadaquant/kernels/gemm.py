@@ -50,9 +50,9 @@ def int8_mm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     k = tl.arange(0, BK)
-    # rows beyond the end are other rows once more, so that what is loaded in the loop needs no mask along them
-    x_tile = x_ptr + (row % M)[:, None] * K + k[None, :]
-    w_tile = w_ptr + (column % N)[None, :] * K + k[:, None]
+    # in place of rows beyond the end the last one is read, so that loads in the loop need no mask along them
+    x_tile = x_ptr + tl.minimum(row, M - 1)[:, None] * K + k[None, :]
+    w_tile = w_ptr + tl.minimum(column, N - 1)[None, :] * K + k[:, None]
     acc = tl.zeros((BM, BN), tl.int32)
     for start in range(0, K, BK):
         x = tl.load(x_tile, mask=(k < K - start)[None, :], other=0)
@@ -114,7 +114,7 @@ _INT8_TILES: dict[tuple[int, int], dict[str, int]] = {
     (16, 32): {"BK": 256, "num_warps": 4, "num_stages": 4},
     (64, 32): {"BK": 256, "num_warps": 4, "num_stages": 4},
     (64, 64): {"BK": 128, "num_warps": 4, "num_stages": 5},
-    (128, 64): {"BK": 128, "num_warps": 4, "num_stages": 4},
+    (64, 128): {"BK": 128, "num_warps": 4, "num_stages": 4},
     (128, 128): {"BK": 64, "num_warps": 8, "num_stages": 4},
 }
 

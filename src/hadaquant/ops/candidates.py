@@ -59,7 +59,7 @@ def small_tile(m: int, n: int, target: Target) -> tuple[int, int] | None:
         return 16, 32
     if m <= 64:
         return (64, 32) if -(-n // 32) <= target.multiprocessors else (64, 64)
-    for rows, columns in ((64, 64), (128, 64)):
+    for rows, columns in ((64, 64), (64, 128)):
         if -(-m // rows) * -(-n // columns) <= 2 * target.multiprocessors:
             return rows, columns
     return None
