@@ -40,6 +40,8 @@ def _asm(self, text, constraints, values, types, is_pure, pack):
     op, _, rest = text.partition(" ")
     if op == "rcp.approx.ftz.f32":
         out = (np.float32(1) / data[0]).astype(np.float32)
+    elif op == "ex2.approx.ftz.f32":
+        out = np.exp2(data[0])
     elif op == "lop3.b32":
         and_mask, or_mask, table = (int(n, 0) for n in rest.rstrip(";").split(", ")[2:])
         if table != 0xEA:

@@ -11,7 +11,7 @@ if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from hadaquant.kernels import front as front_kernels
-from hadaquant.kernels import quantize, quantize_front_gluon, rotate
+from hadaquant.kernels import quantize, quantize_blocks_front, quantize_front_gluon, rotate
 from hadaquant.kernels.runtime import OPTIONS
 
 from .compiling import TARGETS, compile_for
@@ -58,3 +58,32 @@ def test_front_ends_on_register_tiles(target, k, kind):
     arguments = quantize_front_gluon.config(get_format("int8"), "regular", 256, False, described, k, target == "sm_90")
     arguments = {name: value for name, value in arguments.items() if name != "launch_pdl" and value is not None}
     check(compile_for(quantize_front_gluon.quantize_front_gluon, parameters, arguments, target), target)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm_")])
+def test_fp4_behind_a_norm(target):
+    check(fp4("nvfp4", "sylvester:16", "ada_norm", 3072, target), target)
+
+
+@pytest.mark.parametrize(
+    ("format", "rotation", "kind", "k", "m", "target"),
+    [
+        ("nvfp4", "sylvester:16", "rms_norm", 12288, 16384, "sm_90"),
+        ("mxfp4", "sylvester:32", "ada_norm", 3072, 16384, "sm_90"),
+        ("mxfp4", "sylvester:32", "ada_norm", 12288, 16384, "sm_90"),
+        ("mxfp4-even", "none", "silu_mul", 12288, 16384, "sm_80"),
+        ("nvfp4", "none", "gelu_tanh", 12288, 16384, "sm_120"),
+        ("nvfp4", "regular:16", "ada_norm", 4096, 1, "sm_100"),
+        ("nvfp4", "regular:16", "rms_norm", 13824, 131, "sm_80"),
+    ],
+)
+def test_fp4_behind_front_ends(format, rotation, kind, k, m, target):
+    check(fp4(format, rotation, kind, k, target, m, tiled=True), target)
+
+
+def fp4(format: str, spec: str, kind: str, k: int, target: str, m: int = 16384, tiled: bool = False):
+    f, r, front_end = get_format(format), rotation_of(spec), FRONT_ENDS[kind]
+    tiles = quantize_blocks_front.tiling(f, r, front_end, torch.bfloat16, m, k, tiled)
+    arguments = quantize_blocks_front.config(f, r, front_end, int(target[3:]) >= 89, tiles)
+    parameters = {**pointers(format), "factor_ptr": "*bf16", "shift_ptr": "*bf16"}
+    return compile_for(quantize_blocks_front.quantize_blocks_front_kernel, parameters, arguments, target)

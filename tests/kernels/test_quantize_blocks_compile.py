@@ -59,5 +59,10 @@ def test_the_plan_chooses_them_where_they_run():
     assert large.kernel == "quantize_blocks"
     assert "groups up to 64" in large.rejected[0][1]
     assert plan_quantize(nvfp4, parse("sylvester:16"), gfx).kernel == "quantize_blocks"
-    assert plan_quantize(nvfp4, parse("none"), sm_90, front_end="rms_norm").kernel == "quantize_walk"
+    front = plan_quantize(nvfp4, parse("none"), sm_90, front_end="rms_norm")
+    assert front.kernel == "quantize_blocks_front" and "rms_norm" in front.reason
+    wide = plan_quantize(nvfp4, parse("none"), sm_90, front_end="rms_norm", k=65536)
+    assert wide.kernel == "quantize_walk" and "rows of up to 32768" in wide.rejected[0][1]
+    assert plan_quantize(nvfp4, parse("none"), gfx, front_end="rms_norm").kernel == "quantize_walk"
+    assert plan_quantize(nvfp4, parse("sylvester:128"), sm_90, front_end="silu_mul").kernel == "quantize_walk"
     assert plan_amax(parse("none"), sm_90, k=5).kernel == "amax"

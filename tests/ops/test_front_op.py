@@ -64,7 +64,9 @@ def test_autocast_changes_nothing():
 @pytest.mark.parametrize("kind", front.KINDS[1:])
 def test_the_plan_names_the_front_end(kind):
     target, none = get_target("sm_100"), parse("none")
-    walk = plan_quantize(get_format("nvfp4"), none, target, front_end=kind)
+    blocks = plan_quantize(get_format("nvfp4"), none, target, front_end=kind)
+    assert blocks.kernel == "quantize_blocks_front" and kind in blocks.reason
+    walk = plan_quantize(get_format("nvfp4"), parse("sylvester:128"), target, front_end=kind)
     assert walk.kernel == "quantize_walk" and kind in walk.reason
     assert plan_quantize(get_format("int8"), none, target, front_end=kind).kernel == "quantize_rows"
     fast = plan_quantize(get_format("int8"), parse("regular:256"), target, front_end=kind)

@@ -45,7 +45,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _halved(v, FRONT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def halved(v, FRONT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """float32 [ROWS, WIDTH] -> the sums of pairs, of their pairs, ..., as far apart as FRONT[STEPS] says."""
     # Triton 3.6 indexes a tuple in a tuple, but does not name one
     for i in tl.static_range(len(FRONT[STEPS])):
@@ -67,8 +67,8 @@ def _row_sum(x_ptr, start, inside, mean, K, SQUARE: tl.constexpr, FRONT: tl.cons
         if SQUARE:
             v = tl.where(valid, v - mean[:, None], 0.0)
             v = v * v
-        sums = tl.where(tile[None, :] == t, _halved(v, FRONT, 4, ROWS, WIDTH), sums)
-    return tl.reshape(_halved(sums, FRONT, 5, ROWS, TILES), (ROWS,))
+        sums = tl.where(tile[None, :] == t, halved(v, FRONT, 4, ROWS, WIDTH), sums)
+    return tl.reshape(halved(sums, FRONT, 5, ROWS, TILES), (ROWS,))
 
 
 @triton.jit
@@ -84,29 +84,23 @@ def inverse_root(v, EPS: tl.constexpr):
 
 
 @triton.jit
-def row_moments(x_ptr, start, inside, K, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
-                FRONT: tl.constexpr):  # fmt: skip
-    """float32 [ROWS]: mean, where it goes, and inverse root of the rows that begin at ``start``; 0 without sums."""
-    EPS: tl.constexpr = FRONT[3]
-    mean = tl.zeros((ROWS,), tl.float32)
-    inverse = mean
-    if EPS > 0:
-        if FRONT[0] == "ada_norm":
-            mean = divide_by(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K)
-        squares = _row_sum(x_ptr, start, inside, mean, K, True, FRONT, ROWS, WIDTH, TILES)
-        inverse = inverse_root(divide_by(squares, K), EPS)
-    return mean, inverse
-
-
-@triton.jit
 def open_rows(x_ptr, x_stride, factor, shift, row, M, K, ROWS: tl.constexpr, WIDTH: tl.constexpr,
               TILES: tl.constexpr, FRONT: tl.constexpr):  # fmt: skip
     """What :func:`load_front` needs of these rows: where they and their operands begin, mean and inverse root.
 
     row: int64 [ROWS]; factor, shift: as :func:`operand` gives them; TILES: a power of two, at least K / WIDTH.
     """
+    KIND: tl.constexpr = FRONT[0]
+    EPS: tl.constexpr = FRONT[3]
+    inside = (row < M)[:, None]
     start = row * x_stride
-    mean, inverse = row_moments(x_ptr, start, (row < M)[:, None], K, ROWS, WIDTH, TILES, FRONT)
+    mean = tl.zeros((ROWS,), tl.float32)
+    inverse = mean
+    if EPS > 0:
+        if KIND == "ada_norm":
+            mean = divide_by(_row_sum(x_ptr, start, inside, mean, K, False, FRONT, ROWS, WIDTH, TILES), K)
+        squares = _row_sum(x_ptr, start, inside, mean, K, True, FRONT, ROWS, WIDTH, TILES)
+        inverse = inverse_root(divide_by(squares, K), EPS)
     factor_ptr, factor_stride, factor_rows = factor
     shift_ptr, shift_stride, shift_rows = shift
     factor_start = row // factor_rows * factor_stride

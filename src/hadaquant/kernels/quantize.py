@@ -250,6 +250,8 @@ def quantize_rows_kernel(
     tl.store(scales_ptr + row, stored, mask=row < M)
 
 
+#: Kernels that write the padding of tiled scales, too.
+PADDING = ("quantize_blocks_fast", "quantize_blocks_front")
 #: Elements of a program's tile: 32 registers a thread with four warps.
 TILE = 4096
 #: A matrix tile is smaller: it holds the input, the accumulator and a slice of the matrix at once.
@@ -335,15 +337,15 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [..., K]: the bytes of ``reference.quantize``, but for a front end's exp.
 
-    ``kernel``: the plan's; ``quantize_rows_gluon``, ``quantize_front_gluon`` and ``quantize_blocks_fast`` name the
-    faster twins. ``rows`` overrides the tile.
+    ``kernel``: the plan's; ``quantize_rows_gluon``, ``quantize_front_gluon``, ``quantize_blocks_fast`` and
+    ``quantize_blocks_front`` name the faster twins. ``rows`` overrides the tile.
     """
     shape, k = tuple(x.shape), x.shape[-1]
     m = x.numel() // k
     codes = torch.empty(format.codes_shape(shape), dtype=format.element.codes_dtype, device=x.device)
     scales_shape = format.scales_shape(shape, scale_layout)
     tiled = scale_layout == "tiled"
-    padded = tiled and scales_shape != (m, format.blocks(k)) and kernel != "quantize_blocks_fast"
+    padded = tiled and scales_shape != (m, format.blocks(k)) and kernel not in PADDING
     new = torch.zeros if padded else torch.empty
     scales = new(scales_shape, dtype=format.scale.dtype, device=x.device)
     if kernel == "quantize_rows_gluon":
@@ -355,6 +357,11 @@ def quantize(
         from hadaquant.kernels.quantize_front_gluon import quantize_front
 
         quantize_front(as_rows(x), codes, scales, format, rotation, front_end)
+        return codes, scales
+    if kernel == "quantize_blocks_front":
+        from hadaquant.kernels.quantize_blocks_front import quantize_blocks_front
+
+        quantize_blocks_front(as_rows(x), codes, scales, format, rotation, front_end, global_scale, scale_layout)
         return codes, scales
     if kernel == "quantize_blocks_fast":
         from hadaquant.kernels.quantize_blocks_fast import quantize_blocks

@@ -16,6 +16,7 @@ import torch
 from hadaquant.contract import check_activations
 from hadaquant.errors import BackendError, ShapeError
 from hadaquant.formats import Format, get_format
+from hadaquant.front import NORMS
 from hadaquant.ops.candidates import Candidate, product_candidates
 from hadaquant.ops.options import resolve_backend, without_products
 from hadaquant.ops.target import TARGETS, Target, get_target
@@ -217,13 +218,18 @@ def plan_quantize(
         refusal = _rows_in_registers(rotation, target, dtype, k)
         fast = "quantize_rows_gluon" if front_end == "none" else "quantize_front_gluon"
         candidates.insert(0, Candidate(kernel=fast, why=why, refusal=refusal))
-    elif front_end == "none":
+    else:
         why = "a thread a block or group: rotate, scale, encode and pack in its registers, the next one on its way"
         refusal = _units_in_threads(rotation, target)
         block = 16 if format.has_global_scale else 32
         if not refusal and format.block != block:
             refusal = f"it writes {block} codes a scale, not {format.block}"
-        candidates.insert(0, Candidate(kernel="quantize_blocks_fast", why=why, refusal=refusal))
+        fast = "quantize_blocks_fast"
+        if front_end != "none":
+            fast, why = "quantize_blocks_front", f"a program a row: {front_end}, then {why}"
+            if not refusal and front_end in NORMS and k > WIDEST_ROW:
+                refusal = f"its threads hold rows of up to {WIDEST_ROW} elements, not {k}"
+        candidates.insert(0, Candidate(kernel=fast, why=why, refusal=refusal))
     return _choose("quantize", format.name, target, backend, candidates)
 
 
