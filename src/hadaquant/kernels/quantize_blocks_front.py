@@ -1,9 +1,9 @@
 """FP4 behind a front end, for NVIDIA: ``quantize_blocks_fast`` with an op on what it loads; twin of
 ``quantize_walk_kernel``.
 
-A program has a row in its threads' registers, a thread units. Without sums a row may be of several programs. Device
-memory is the roof, as there: norms and GELU move 2.5625 bytes an element (nvfp4 from bfloat16), SiLU · up 4.5625.
-What is the same for many rows, weights and modulations, comes from the L1 cache.
+A program walks a row, units in its threads: once or twice in registers for the sums, then unit by unit, which by now
+come from the L1 cache, as do weights and modulations. Without sums a row may be of several programs. Norms and GELU
+move 2.5625 bytes an element (nvfp4 from bfloat16), SiLU · up 4.5625; the roof of norms is their instructions.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from hadaquant.formats import Format
 from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
 from hadaquant.front import FrontEnd
+from hadaquant.kernels import quantize_blocks_fast
 from hadaquant.kernels.front import operand
 from hadaquant.kernels.front_units import constants as front_constants
 from hadaquant.kernels.front_units import front_unit, load_unit, moments, units_of
@@ -183,10 +184,9 @@ def _again(x_row, factor_row, shift_row, mean, inverse, codes_ptr, scales_ptr, g
         )  # fmt: skip
 
 
-#: Channels of a thread where rows are many: as much on its way to each thread as registers allow. Half of it where
-#: each is two words of 16 bits, or comes with one of up.
+#: Channels of a thread where a norm's rows are many, half as many in float32: all wait in registers for the sums.
 CHANNELS = 128
-#: Below as many rows there are more warps than each row needs, up to as many.
+#: Below as many rows a norm has more warps than each row needs, up to as many.
 FEW_ROWS, MOST_WARPS = 512, 16
 
 
@@ -194,18 +194,16 @@ def tiling(
     format: Format, rotation: Rotation, front_end: FrontEnd, dtype: torch.dtype, m: int, k: int, tiled: bool
 ) -> dict[str, int | bool]:
     """Compile-time arguments that depend on the size of x [M, K]."""
-    block = format.block or 1
-    unit = max(block, rotation.group)
-    across = max(1, TILE_COLS * block // unit)
+    tiles = quantize_blocks_fast.tiling(format, rotation, m, k, tiled)
+    unit, threads = int(tiles["UNIT"]), int(tiles["N"])
     in_row = k // unit
-    channels = CHANNELS // 2 if dtype == torch.float32 or front_end.kind == "silu_mul" else CHANNELS
-    most = max(1, channels // unit) if m >= FEW_ROWS else 1
-    threads = 32
-    while threads * most < in_row and threads < 32 * (MOST_WARPS if front_end.sums else 1):
-        threads *= 2
-    each = triton.cdiv(in_row, threads) if front_end.sums else min(most, triton.cdiv(in_row, threads))
-    whole = in_row % (threads * each) == 0 and not (tiled and (m % TILE_ROWS or in_row % across))
-    return {"N": threads, "EACH": each, "ACROSS": across, "UNIT": unit, "TILED": tiled, "WHOLE": whole}
+    each = min(int(tiles["EACH"]), triton.cdiv(in_row, threads))
+    if front_end.sums:
+        most = max(1, CHANNELS * 2 // dtype.itemsize // unit) if m >= FEW_ROWS else 1
+        threads = min(max(32, triton.next_power_of_2(triton.cdiv(in_row, most))), 32 * MOST_WARPS)
+        each = triton.cdiv(in_row, threads)
+    whole = in_row % (threads * each) == 0 and not (tiled and (m % TILE_ROWS or in_row % tiles["ACROSS"]))
+    return {**tiles, "N": threads, "EACH": each, "WHOLE": whole}
 
 
 def config(
@@ -260,13 +258,13 @@ def arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The kernel's run-time arguments for x [M, K]."""
     m, k = x.shape
+    x, stride = _in_pieces(x)
     tensors, sizes = [], []
     for t in front_end.tensors:
         rows, _, each = operand(t, x)
-        rows, stride = _in_pieces(rows)
+        rows, of_rows = _in_pieces(rows)
         tensors.append(rows)
-        sizes += [stride, each]
-    x, stride = _in_pieces(x)
+        sizes += [of_rows, each]
     signs = given(rotation.signs, x)
     return x, codes, scales, given(global_scale, x), signs, *tensors, m, k // unit, stride, *sizes
 
