@@ -90,8 +90,9 @@ def test_rotate_and_amax(target):
 def test_products(target, m):
     int8 = {"x_ptr": "*i8", "w_ptr": "*i8", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     tile = {1: (16, 32), 128: (64, 64), 512: (64, 128), 4096: (128, 128)}[m]
-    arguments = {**gemm.int8_config(tile, overlap=target in OVERLAPPING), "HAS_BIAS": True}
-    check(compile_for(gemm.int8_mm_kernel, int8, arguments, target), target)
+    for ragged in (False, True):
+        arguments = {**gemm.int8_config(tile, ragged, overlap=target in OVERLAPPING), "HAS_BIAS": True}
+        check(compile_for(gemm.int8_mm_kernel, int8, arguments, target), target)
     fp4 = {
         **int8,
         "x_ptr": "*u8",

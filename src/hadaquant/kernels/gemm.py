@@ -43,20 +43,23 @@ def _tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
 def int8_mm_kernel(
     x_ptr, sx_ptr, w_ptr, sw_ptr, bias_ptr, y_ptr, M, N, K,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    RAGGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """RAGGED: the last tiles reach beyond M or N."""
     row, column = _tile_of(M, N, BM, BN, GROUP_M)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     k = tl.arange(0, BK)
-    # in place of rows beyond the end the last one is read, so that loads in the loop need no mask along them
-    x_tile = x_ptr + tl.minimum(row, M - 1)[:, None] * K + k[None, :]
-    w_tile = w_ptr + tl.minimum(column, N - 1)[None, :] * K + k[:, None]
+    x_tile = x_ptr + row[:, None] * K + k[None, :]
+    w_tile = w_ptr + column[None, :] * K + k[:, None]
     acc = tl.zeros((BM, BN), tl.int32)
     for start in range(0, K, BK):
-        x = tl.load(x_tile, mask=(k < K - start)[None, :], other=0)
-        w = tl.load(w_tile, mask=(k < K - start)[:, None], other=0)
+        in_x, in_w = (k < K - start)[None, :], (k < K - start)[:, None]
+        if RAGGED:
+            in_x, in_w = in_x & (row < M)[:, None], in_w & (column < N)[None, :]
+        x = tl.load(x_tile, mask=in_x, other=0)
+        w = tl.load(w_tile, mask=in_w, other=0)
         acc = tl.dot(x, w, acc, out_dtype=tl.int32)
         x_tile += BK
         w_tile += BK
@@ -123,10 +126,10 @@ _INT8_TILES: dict[tuple[int, int], dict[str, int]] = {
 _ALONE_TILES, _ALONE_BYTES = {(64, 32): {"num_stages": 6}, (64, 64): {"BK": 256, "num_stages": 5}}, 160 * 1024
 
 
-def int8_config(tile: tuple[int, int], overlap: bool, alone: bool = False) -> dict[str, Any]:
+def int8_config(tile: tuple[int, int], ragged: bool, overlap: bool, alone: bool = False) -> dict[str, Any]:
     """Compile-time arguments and launch options of :func:`int8_mm_kernel`. ``alone``: as :func:`runs_alone` says."""
     options = _INT8_TILES[tile] | (_ALONE_TILES.get(tile, {}) if alone else {})
-    return {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "OVERLAP": overlap, **options, **OPTIONS}
+    return {"BM": tile[0], "BN": tile[1], "GROUP_M": 8, "RAGGED": ragged, "OVERLAP": overlap, **options, **OPTIONS}
 
 
 def runs_alone(programs: int, device: torch.device) -> bool:
@@ -138,7 +141,8 @@ def int8_programs(m: int, n: int, tile: tuple[int, int] | None, device: torch.de
     """How many programs of :func:`int8_mm_kernel` make [M, N] on a device, and their compile-time arguments."""
     tile = tile or (128, 128)
     programs = triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1])
-    return programs, int8_config(tile, launches_overlap(device), runs_alone(programs, device))
+    ragged = bool(m % tile[0] or n % tile[1])
+    return programs, int8_config(tile, ragged, launches_overlap(device), runs_alone(programs, device))
 
 
 def fp4_config(m: int, format: Format) -> dict[str, Any]:
