@@ -85,6 +85,15 @@ def test_a_plan_for_another_model_is_refused(folder, plain_tensors, tmp_path, ch
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_the_plan_has_been_checked_for_are_not_hashed_again(folder, plain_tensors, tmp_path, monkeypatch):
+    source = folder(plain_tensors)
+    plan = plan_for(source)
+    monkeypatch.setattr("hadaquant.checkpoint.quantizer.fingerprint", None)
+    hq.quantize_checkpoint(source, tmp_path / "out", plan=plan)
+    (record,) = Checkpoint.open(tmp_path / "out").records.values()
+    assert record.source_fingerprint == plan.fingerprint
+
+
 def test_a_plan_whose_fingerprint_saw_a_part_of_the_weights(folder, plain_tensors, tmp_path):
     source = folder(plain_tensors)
     plan = replace(plan_for(source), fingerprint="sha256:0123456789abcdef0123456789abcdef")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import hadaquant as hq
 from hadaquant.checkpoint import quantizer, stream
+from hadaquant.checkpoint.model_plan import fingerprint
 from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.contract import Contract
 from hadaquant.errors import CheckpointError, MismatchError
@@ -187,6 +189,28 @@ def test_copies_small_files_and_leaves_weights_out(llama_folder, tmp_path) -> No
     assert (said["format"], said["rotation"], said["skip"]) == ("int8", "regular:16", ["lm_head"])
     assert len(said["layers"]) == 14
     assert "model.norm" in said["kept"]
+
+
+def test_the_record_says_where_the_source_is_and_which_weights_it_held(
+    folder, plain_tensors, tmp_path, monkeypatch
+) -> None:
+    source = folder(plain_tensors, shards=2)
+    weights = fingerprint(Checkpoint.open(source))
+    (tmp_path / "linked.safetensors").symlink_to(source / "model-00001-of-00002.safetensors")
+    (tmp_path / "link").symlink_to(source)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for typed in ("../model", "../link", "../link/../model"):
+        report = hq.quantize_checkpoint(typed, "out", "int8")
+        records = Checkpoint.open("out").records.values()
+        assert {(r.source, r.source_fingerprint) for r in records} == {(str(source), weights)}
+        assert (len(records), report.record["source_fingerprint"]) == (2, weights)
+        shutil.rmtree("out")
+    # a file keeps its name: what it links to may have no suffix
+    hq.quantize_checkpoint("../linked.safetensors", "out.safetensors", "int8")
+    (record,) = Checkpoint.open("out.safetensors").records.values()
+    assert record.source == str(tmp_path / "linked.safetensors")
+    assert record.source_fingerprint == fingerprint(Checkpoint.open(tmp_path / "linked.safetensors")) != weights
 
 
 def test_output_inside_the_source(llama_folder) -> None:

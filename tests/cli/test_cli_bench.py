@@ -64,6 +64,20 @@ def test_out_of_time_says_how_to_go_on():
     assert "3 cases are left: go on with --skip 1" in said(result)
 
 
+def test_an_output_that_cannot_be_is_refused_before_anything_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr("hadaquant.cli.bench.run", None)
+    file = tmp_path / "file"
+    file.write_text("")
+    for args, words in (
+        (["--out", tmp_path], "is a folder; give a file in a folder"),
+        (["--out", file / "speed.jsonl"], f"{file} is a file; choose another place"),
+        (["--plot", file], "is a file; give a folder"),
+    ):
+        result = run(*TINY, *map(str, args))
+        assert result.exit_code == 1
+        assert words in said(result)
+
+
 def test_mistakes_are_one_line(tmp_path):
     for args, words in (
         (["--device", "cpu", "--shapes", "2x8by256"], "a shape has shape '2x8by256'"),
@@ -72,7 +86,7 @@ def test_mistakes_are_one_line(tmp_path):
         (["--device", "cpu", "--only", "matmul"], "unknown op 'matmul'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--show", str(tmp_path / "none")], "No such file"),
-        ([*TINY, "--out", str(tmp_path)], "give a file in a folder"),
+        ([*TINY, "--out", str(tmp_path)], "is a folder; give a file in a folder"),
     ):
         result = run(*args)
         assert result.exit_code == 1

@@ -1,9 +1,12 @@
-"""Tables at any width."""
+"""Tables at any width, and places to write to."""
+
+import os
 
 import pytest
 from rich.table import Column, Table
 
-from hadaquant.cli.output import console, log_progress, number, print_table
+from hadaquant.cli.output import check_output, console, log_progress, number, print_table
+from hadaquant.errors import CheckpointError
 
 CELLS = ("a-model-of-some-length", "nvfp4", "23.4567 [21.0123, 25.9876]", "0.1234", "81.4 %", "")
 HEADINGS = ("model", "format", "perplexity", "KL", "same", "gain")
@@ -63,3 +66,38 @@ def test_a_log_hears_of_progress_now_and_then(capsys):
         often("up", done, 2)
         seldom("down", done, 2)
     assert capsys.readouterr().err.splitlines() == ["  0% up", " 50% up", "100% up"]
+
+
+def test_an_output_that_can_be_written_is_let_through_and_not_touched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    there.write_text("as it was")
+    check_output(None)
+    for path in (there, tmp_path / "new", type(there)("new")):
+        check_output(path)
+    check_output(tmp_path, folder=True)
+    check_output(tmp_path / "new", folder=True)
+    check_output(tmp_path / "a" / "b" / "new", parents=True)
+    assert list(tmp_path.iterdir()) == [there] and there.read_text() == "as it was"
+
+
+def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, options, words in (
+        (tmp_path, {}, "is a folder; give a file in a folder"),
+        (file, {"folder": True}, "is a file; give a folder"),
+        (tmp_path / "none" / "x", {}, "its parent folder does not exist; create it first"),
+        (tmp_path / "none" / "x", {"folder": True}, "its parent folder does not exist; create it first"),
+        (file / "x", {}, f"{file} is a file; choose another place"),
+        (file / "none" / "x", {"parents": True}, f"{file} is a file; choose another place"),
+    ):
+        with pytest.raises(CheckpointError) as found:
+            check_output(path, **options)
+        assert str(found.value) == f"{path}: {words}"
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    for path in (file, tmp_path / "new"):
+        with pytest.raises(CheckpointError, match="no permission"):
+            check_output(path)
+    assert asked == [(file, os.W_OK), (tmp_path, os.W_OK)]  # of a new file its folder is asked

@@ -42,8 +42,30 @@ def test_mistakes_are_one_line(tmp_path):
         (["--case", "cauchy"], "unknown case 'cauchy': choose one of outlier-channels"),
         (["--formats", "fp3"], "unknown format 'fp3'"),
         (["--rotations", "regular:256", "--case", "gaussian"], "K=64 is not a multiple of the group 256"),
-        (["--case", "laplace", "--json", str(tmp_path / "none" / "x.json")], "No such file or directory"),
+        (["--case", "laplace", "--json", str(tmp_path / "none" / "x.json")], "its parent folder does not exist"),
     ):
         result = run(*args)
-        assert result.exit_code == 1
+        assert result.exit_code == 1 and result.stdout == ""
         assert words in " ".join(result.stderr.split())
+
+
+def test_a_place_that_cannot_be_the_study_s_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("hadaquant.cli.study.conduct", None)
+    file = tmp_path / "text.txt"
+    file.write_text("words")
+    for out, words in (
+        (tmp_path / "none" / "out", "its parent folder does not exist; create it first"),
+        (file, "is a file; give a folder"),
+    ):
+        result = run(str(tmp_path), "--calibration", str(file), "--out", str(out))
+        assert result.exit_code == 1
+        assert f"error: {out}: {words}" in " ".join(result.stderr.split())
+
+
+def test_a_model_that_is_a_file(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_text("")
+    result = run(str(file), "--calibration", str(file), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    words = f"error: {file}: is a file, not a folder; give a folder with config.json, tokenizer and weights"
+    assert words in " ".join(result.stderr.split())

@@ -4,15 +4,20 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hadaquant.checkpoint import quantize_checkpoint
+from hadaquant.checkpoint.model_plan import fingerprint
 from hadaquant.cli import app
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra
-from hadaquant.study.models import ModelFolder, described, evaluate, with_sources
+from hadaquant.study.models import ModelFolder, check_sources, described, evaluate, with_sources
 
 
 def run(*args):
@@ -21,6 +26,27 @@ def run(*args):
 
 def flat(text):
     return " ".join(text.split())
+
+
+def with_one(file, name, value):
+    """Change the first element of a tensor in a file."""
+    tensors = load_file(file)
+    tensors[name].view(-1)[0] = value
+    with safe_open(file, "pt") as before:
+        save_file(tensors, file, before.metadata())
+
+
+@pytest.fixture
+def moved(tiny, tmp_path):
+    """``int8``, made of ``source`` by a relative path, at which ``other``, another model, lies elsewhere."""
+    made, elsewhere = tmp_path / "made", tmp_path / "elsewhere"
+    for place in (made, elsewhere):
+        shutil.copytree(tiny.source, place / "model")
+    with_one(elsewhere / "model" / "model.safetensors", "model.layers.0.mlp.up_proj.weight", 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        quantize_checkpoint("model", "int8", "int8", "none")
+    return SimpleNamespace(source=made / "model", int8=made / "int8", other=elsewhere / "model")
 
 
 def test_eval_prints_source_and_quantized_models(tiny, tmp_path):
@@ -87,22 +113,17 @@ def test_one_window_claims_nothing_of_others(tiny):
 
 @pytest.mark.parametrize("quantize", [False, True])
 def test_a_model_of_nan_is_an_error(tiny, tmp_path, quantize):
-    from tiny_llama import tiny_llama
-
     folder, out = tmp_path / "broken", tmp_path / "eval.json"
-    model = tiny_llama()
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
-    model.save_pretrained(folder)
-    args = [folder]
     if quantize:
-        quantize_checkpoint(folder, tmp_path / "int8", "int8", "none")
-        args = [tmp_path / "int8", "--source", tiny.source]
-    for file in tiny.source.glob("*token*"):
-        shutil.copy(file, folder)
-    result = run(*args, "--text", tiny.text, "--window", 64, "--json", out)
+        shutil.copytree(tiny.plain, folder)
+        with_one(folder / "hadaquant.safetensors", "model.layers.1.mlp.up_proj.scales", float("nan"))
+    else:
+        shutil.copytree(tiny.source, folder)
+        with_one(folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight", float("nan"))
+    result = run(folder, "--text", tiny.text, "--window", 64, "--json", out)
     assert result.exit_code == 1
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"error: {args[0]}: its losses are NaN or infinite, for 63 of the 63 tokens of window 1")
+    assert line.startswith(f"error: {folder}: its losses are NaN or infinite, for 63 of the 63 tokens of window 1")
     assert "model.layers.1.mlp.up_proj holds NaN or Inf" in line
     assert result.stdout == "" and not out.exists()
 
@@ -137,6 +158,76 @@ def test_a_source_that_has_moved(tiny, tmp_path):
         with_sources([lost])
 
 
+def test_the_source_is_found_from_any_working_directory(moved, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(moved.other.parent)
+    out = tmp_path / "eval.json"
+    result = run(moved.int8, "--text", tiny.text, "--window", 64, "--json", out)
+    assert result.exit_code == 0, result.stderr
+    assert [r["model"] for r in json.loads(out.read_text())["rows"]] == [str(moved.source), str(moved.int8)]
+
+
+def test_a_source_of_other_weights_is_refused(moved, tiny):
+    args = ("--text", tiny.text, "--window", 64)
+    message = f"{moved.int8}: was quantized from other weights than those that '{{}}' holds; give the model that it was"
+    result = run(moved.int8, *args, "--source", moved.other)
+    assert result.exit_code == 1 and f"error: {message.format(moved.other)}" in flat(result.stderr)
+    with_one(moved.source / "model.safetensors", "model.layers.0.mlp.up_proj.weight", 1.0)
+    result = run(moved.int8, *args)
+    assert result.exit_code == 1 and f"error: {message.format(moved.source)}" in flat(result.stderr)
+    assert "evaluating" not in result.stderr
+
+
+def test_each_source_is_read_once(tiny, monkeypatch):
+    read = []
+
+    def counted(checkpoint):
+        read.append(checkpoint.path)
+        return fingerprint(checkpoint)
+
+    monkeypatch.setattr("hadaquant.study.models.fingerprint", counted)
+    models = with_sources([tiny.plain, tiny.rotated])
+    assert len(models) == 3
+    check_sources(models)
+    assert read == [tiny.source / "model.safetensors"]
+    plain = models[1]
+    check_sources([replace(plain, source=None), replace(plain, source_fingerprint=None)])
+    assert len(read) == 1
+
+
+def test_a_folder_that_does_not_say_which_weights_is_taken_as_it_is(moved, tiny, monkeypatch):
+    file = moved.int8 / "hadaquant.safetensors"
+    with safe_open(file, "pt") as before:
+        metadata = before.metadata()
+    record = json.loads(metadata["hadaquant"])
+    assert record.pop("source_fingerprint").startswith("blake2b:")
+    config = json.loads((moved.int8 / "config.json").read_text())
+    for said in (record, config["quantization_config"]):
+        said.pop("source_fingerprint", None)
+        said["source"] = "model"
+    save_file(load_file(file), file, metadata | {"hadaquant": json.dumps(record)})
+    (moved.int8 / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(moved.other.parent)
+    assert run(moved.int8, "--text", tiny.text, "--window", 64).exit_code == 0
+
+
+def test_a_source_that_is_a_file(tiny, tmp_path):
+    out = tmp_path / "int8"
+    quantize_checkpoint(tiny.source / "model.safetensors", out, "int8", "none")
+    for file in tiny.source.glob("*.json"):
+        shutil.copy(file, out)
+    words = r"its source '.*model.safetensors' is a file, not a folder; by --source, give a folder with config.json"
+    with pytest.raises(CheckpointError, match=words):
+        with_sources([out])
+    check_sources(with_sources([out], tiny.source))  # the same weights
+
+
+def test_the_json_s_place_is_looked_at_first(tiny, tmp_path):
+    out = tmp_path / "none" / "eval.json"
+    result = run(tiny.source, "--text", tiny.text, "--window", 64, "--json", out)
+    assert result.exit_code == 1 and "evaluating" not in result.stderr
+    assert f"error: {out}: its parent folder does not exist; create it first" in flat(result.stderr)
+
+
 def test_fitted_groups_show(tiny):
     import hadaquant as hq
 
@@ -161,11 +252,11 @@ def test_mistakes_are_one_line(tiny, tmp_path):
     text = ("--text", tiny.text)
     for args, words in (
         ((tmp_path / "none", *text), "no such folder"),
-        ((tiny.text, *text), "no such folder"),
+        ((tiny.text, *text), "is a file, not a folder; give a folder with config.json, tokenizer and weights"),
         ((empty, *text), "holds no .safetensors file"),
         ((no_config, *text), "holds no config.json"),
         ((no_tokenizer, *text), "holds no tokenizer that transformers can read; copy tokenizer.json"),
-        ((tiny.source, "--text", tmp_path / "none.txt"), "No such file"),
+        ((tiny.source, "--text", tmp_path / "none.txt"), "none.txt: no such file; check the path"),
         ((tiny.source, *text, "--window", 4096), "shorter than one window: 720 tokens, window 4096"),
         ((tiny.source, *text, "--tokens", 100), "its first 100 tokens are shorter than one window"),
     ):

@@ -206,7 +206,7 @@ def test_read_tokens(tmp_path):
 
 def test_read_tokens_refuses(tmp_path):
     text, tokenizer = tmp_path / "text.txt", byte_tokenizer()
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError, match="no such file; check the path"):
         read_tokens(text, tokenizer)
     text.write_text("short")
     with pytest.raises(CheckpointError, match="5 tokens, window 512; give more text or a smaller --window"):

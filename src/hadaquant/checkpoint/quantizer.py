@@ -18,7 +18,7 @@ from hadaquant.checkpoint.atomic import check_new, new_output
 from hadaquant.checkpoint.files import SafetensorsFile, SafetensorsWriter, StoredTensor, TensorSpec
 from hadaquant.checkpoint.layouts import Layout, get_layout
 from hadaquant.checkpoint.linears import find_linears
-from hadaquant.checkpoint.model_plan import Choice, ModelPlan
+from hadaquant.checkpoint.model_plan import Choice, ModelPlan, fingerprint
 from hadaquant.checkpoint.record import METADATA_KEY, CalibrationRecord, Record
 from hadaquant.checkpoint.source import INDEX_SUFFIX, STEM, SUFFIX, Checkpoint, write_json
 from hadaquant.checkpoint.stream import WeightJob
@@ -129,7 +129,9 @@ def quantize_checkpoint(
         layout=lay.name,
         layers={job.layer: job.contract for job in jobs.values()},
         kept={layer.name: layer.reason for layer in report.kept},
-        source=os.fspath(source),
+        source=str(_absolute(Path(source))),
+        # a plan that has been checked holds it already
+        source_fingerprint=given.fingerprint if isinstance(given, ModelPlan) else fingerprint(checkpoint),
         calibration=calibration,
         **({} if isinstance(given, ModelPlan) else _asked(given, skip)),
     )
@@ -147,6 +149,11 @@ def quantize_checkpoint(
             report.left_out = [str(path) for path in left_out]
             _write_index_and_config(checkpoint, temporary, [path for path, _, _ in parts], record)
     return report
+
+
+def _absolute(source: Path) -> Path:
+    """Where a source is, from any working directory. A file's own link stays: its target may have another suffix."""
+    return source.resolve() if source.is_dir() else source.parent.resolve() / source.name
 
 
 def _device(device: torch.device | str) -> torch.device:

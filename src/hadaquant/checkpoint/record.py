@@ -17,6 +17,9 @@ METADATA_KEY = "hadaquant"
 #: Version of the record's own fields. A reader refuses a newer one.
 RECORD_VERSION = 1
 
+#: Fields that a record need not have.
+_LATER = ("calibration", "source_fingerprint")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRecord:
@@ -82,7 +85,8 @@ class Record:
         layers: contract of each quantized layer.
         kept: why each other layer was kept.
         tied: names of tensors that are stored under another name.
-        source: the path as the user typed it; None for a model saved from memory.
+        source: its absolute path, in files of earlier versions as it was typed; None for a model saved from memory.
+        source_fingerprint: of the source's weights; None, and not written, where that is not known.
         format, rotation, skip: what was asked for; None for a model saved from memory.
         calibration: None where codes are the nearest and gains the source's; then it is not written.
     """
@@ -93,6 +97,7 @@ class Record:
     kept: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     source: str | None = None
+    source_fingerprint: str | None = None
     format: str | None = None
     rotation: str | None = None
     skip: tuple[str, ...] | None = None
@@ -111,9 +116,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Fields for JSON."""
         fields = {**asdict(self), "layers": {name: contract.to_dict() for name, contract in self.layers.items()}}
-        if self.calibration is None:
-            del fields["calibration"]
-        return fields
+        return {name: value for name, value in fields.items() if value is not None or name not in _LATER}
 
     def to_json(self) -> str:
         """Compact JSON for a header."""
@@ -150,7 +153,7 @@ class Record:
                 f"this library reads {RECORD_VERSION}",
                 fix="upgrade hadaquant",
             )
-        fields = {"calibration": None, **fields}
+        fields = {**dict.fromkeys(_LATER), **fields}
         if set(fields) != set(cls.__dataclass_fields__) or not isinstance(fields["layers"], dict):
             raise damaged
         layers = {name: Contract.from_dict(contract, name) for name, contract in fields["layers"].items()}

@@ -13,7 +13,7 @@ from hadaquant.bench import SUITES, choose, default_file, latest, read, run
 from hadaquant.bench.cases import OPS
 from hadaquant.bench.report import speed_tables
 from hadaquant.bench.results import results
-from hadaquant.cli.output import print_table
+from hadaquant.cli.output import check_output, print_table
 from hadaquant.errors import BackendError, ShapeError, UnknownChoice
 
 
@@ -40,6 +40,7 @@ def bench(
     Example: hadaquant bench --only linear --shapes 4608x9216x3072
     """
     logging.getLogger("hadaquant").setLevel(logging.ERROR)  # the checks ask for the slow reference, and know it
+    check_output(plot, folder=True, parents=True)
     red: list[str] = []
     if show is not None:
         found = read(show)
@@ -49,6 +50,7 @@ def bench(
             suite or ("cpu" if where.type == "cpu" else "int8"), _list(only), _list(formats), _shapes(shapes)
         )
         out = out or (None if where.type == "cpu" else default_file())
+        check_output(out, parents=True)
         log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         outcome = run(
             cases[skip:],

@@ -8,8 +8,14 @@ import typer
 from rich.markup import escape
 
 import hadaquant
-from hadaquant.cli.output import console, print_table
-from hadaquant.study.models import check_never_calibrated_on, evaluate_all, with_gains, with_sources
+from hadaquant.cli.output import check_output, console, print_table
+from hadaquant.study.models import (
+    check_never_calibrated_on,
+    check_sources,
+    evaluate_all,
+    with_gains,
+    with_sources,
+)
 from hadaquant.study.perplexity import read_tokens
 from hadaquant.study.report import counted, perplexity_table, write_json
 
@@ -30,9 +36,11 @@ def eval_(
 
     Example: hadaquant eval out/int8 out/int8-rotated --text enwiki.txt --tokens 4096
     """
+    check_output(json)
     models = with_sources(folders, source)
     ids = read_tokens(text, models[0].tokenizer(), window, tokens)
     check_never_calibrated_on(models, text)
+    check_sources(models)
     windows = len(ids) // window
     errors = console(stderr=True)
     with errors.status("") as status:

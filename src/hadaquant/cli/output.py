@@ -6,11 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from hadaquant.errors import RotationError
+from hadaquant.errors import CheckpointError, RotationError
 from hadaquant.rotation import parse
 
 
@@ -71,6 +72,35 @@ def _parts(table: Table, keys: int, out: Console) -> Iterator[Table]:
             part.add_row(*(cells[i][row] for i in chosen), end_section=like.end_section)
         yield part
         first = False
+
+
+def check_output(path: Path | None, *, folder: bool = False, parents: bool = False) -> None:
+    """Refuse an output that could not be written, before time is spent on what goes into it.
+
+    Args:
+        path: None, where nothing is to be written.
+        folder: it becomes a folder, not a file.
+        parents: folders above it that are missing are made when it is written.
+
+    Raises:
+        CheckpointError: a folder where a file is to be or the other way round, no folder to put it into, or no
+            permission.
+    """
+    if path is None:
+        return
+    place = path.absolute()
+    if place.exists() and place.is_dir() != folder:
+        rule, fix = ("is a file", "give a folder") if folder else ("is a folder", "give a file in a folder")
+        raise CheckpointError(path=path, rule=rule, fix=fix)
+    above = place.parent
+    while parents and not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        missing = "its parent folder does not exist", "create it first"
+        rule, fix = (f"{above} is a file", "choose another place") if above.exists() else missing
+        raise CheckpointError(path=path, rule=rule, fix=fix)
+    if not os.access(place if place.exists() else above, os.W_OK):
+        raise CheckpointError(path=path, rule="cannot be written: no permission", fix="choose another place")
 
 
 def log_progress(out: Console, seconds: float = 10.0) -> Callable[[str, int, int], None]:

@@ -19,8 +19,8 @@ from hadaquant.checkpoint import CheckpointReport, quantize_checkpoint
 from hadaquant.checkpoint.contents import number_free
 from hadaquant.checkpoint.model_plan import ModelPlan
 from hadaquant.cli.calibration import Calibration
-from hadaquant.cli.output import console, log_progress, number, print_table, rotation_spec, size
-from hadaquant.errors import CheckpointError, UnknownChoice
+from hadaquant.cli.output import check_output, console, log_progress, number, print_table, rotation_spec, size
+from hadaquant.errors import UnknownChoice
 from hadaquant.nn import LayerReport
 from hadaquant.nn.select import DEFAULT_SKIP
 from hadaquant.study.report import counted
@@ -75,8 +75,7 @@ def quantize(
     rotation = None if rotation is None else rotation_spec(rotation)
     if (weights == "rtn" and not gains) != (calibration is None):
         raise typer.BadParameter("--weights other than rtn, or --gains, and --calibration TEXT go together")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise CheckpointError(path=json_file, rule="its parent folder does not exist", fix="create it first")
+    check_output(json_file)
     with (
         _ending_politely(),
         Progress(

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import hadaquant
-from hadaquant.cli.output import console, log_progress, print_table
+from hadaquant.cli.output import check_output, console, log_progress, print_table
 from hadaquant.errors import MissingExtra, UnknownChoice
 from hadaquant.nn.select import DEFAULT_SKIP
 from hadaquant.study.cases import Case, all_cases
@@ -85,6 +85,7 @@ def study(
         only=layers,
         device=device,
     )
+    check_output(question.out, folder=True)
     answer = _conduct(question)
     _show(answer, question.out)
     try:
@@ -144,6 +145,7 @@ def _split(text: str | None) -> list[str]:
 
 
 def _study_cases(case: list[str] | None, formats: list[str], rotations: list[str], json: Path | None) -> None:
+    check_output(json)
     cases = _chosen(case)
     rows = sweep(cases, formats or STUDY_FORMATS, rotations or None)
     table = error_table(rows, cases)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hadaquant.checkpoint.layouts import layout_of
+from hadaquant.checkpoint.model_plan import fingerprint
 from hadaquant.checkpoint.record import CalibrationRecord
 from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import CheckpointError, LayerError, MissingExtra, PredictionError
@@ -21,13 +22,17 @@ from hadaquant.study.metrics import Helps
 from hadaquant.study.perplexity import Comparison, Full, Perplexity, logits_of, perplexity, read_tokens
 from hadaquant.study.run import digest
 
+#: What is needed where a model is to be run.
+_FOLDER = "give a folder with config.json, tokenizer and weights, as running a model needs all three"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
     """A folder with config.json and weights.
 
-    ``source`` is the folder a quantized one says it was made from; ``nbytes`` the size of the weights;
-    ``calibration`` how its codes were made, where they are not the nearest.
+    ``source`` is the folder a quantized one says it was made from, and ``source_fingerprint`` of which weights, where
+    it says so; ``nbytes`` the size of the weights; ``calibration`` how its codes were made, where they are not the
+    nearest.
     """
 
     path: Path
@@ -35,16 +40,18 @@ class ModelFolder:
     source: Path | None
     nbytes: int
     calibration: CalibrationRecord | None = None
+    source_fingerprint: str | None = None
 
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
         """Read a folder's headers.
 
         Raises:
-            CheckpointError: no folder, no config.json, no weights.
+            CheckpointError: no folder but a file or nothing, no config.json, no weights.
         """
         if not path.is_dir():
-            raise CheckpointError(path=path, rule="no such folder", fix="give a folder with config.json and weights")
+            rule = "is a file, not a folder" if path.exists() else "no such folder"
+            raise CheckpointError(path=path, rule=rule, fix=_FOLDER)
         checkpoint = Checkpoint.open(path)
         if checkpoint.config is None:
             raise CheckpointError(path=path, rule="holds no config.json", fix="give a folder of a language model")
@@ -56,6 +63,7 @@ class ModelFolder:
             source=None if recorded is None else Path(recorded),
             nbytes=checkpoint.nbytes,
             calibration=None if record is None else record.calibration,
+            source_fingerprint=None if record is None else record.source_fingerprint,
         )
 
     def load(self, device: str = "cpu") -> nn.Module:
@@ -116,12 +124,30 @@ def with_sources(folders: Iterable[Path], source: Path | None = None) -> list[Mo
         origin = source if source is not None else folder.source
         if folder.quantized and origin is not None and origin.resolve() not in found:
             if not origin.is_dir():
-                raise CheckpointError(
-                    path=path, rule=f"its source {str(origin)!r} is not there", fix="say where it is with --source"
-                )
+                what, fix = "is not there", "say where it is with --source"
+                if origin.exists():
+                    what, fix = "is a file, not a folder", f"by --source, {_FOLDER}"
+                raise CheckpointError(path=path, rule=f"its source {str(origin)!r} {what}", fix=fix)
             found[origin.resolve()] = ModelFolder.open(origin)
         found.setdefault(path.resolve(), replace(folder, source=origin))
     return list(found.values())
+
+
+def check_sources(folders: Iterable[ModelFolder]) -> None:
+    """Refuse a source with other weights than a folder was quantized from. Reads each source's weights once.
+
+    A folder that does not say from which weights it was made is taken as it is.
+
+    Raises:
+        CheckpointError.
+    """
+    weights = cache(lambda path: fingerprint(Checkpoint.open(path)))
+    for folder in folders:
+        made_from, source = folder.source_fingerprint, folder.source
+        if made_from is not None and source is not None and weights(source.resolve()) != made_from:
+            rule = f"was quantized from other weights than those that {str(source)!r} holds"
+            fix = "give the model that it was made from by --source, or quantize this one again"
+            raise CheckpointError(path=folder.path, rule=rule, fix=fix)
 
 
 def check_never_calibrated_on(folders: Iterable[ModelFolder], text: Path) -> None:

@@ -268,6 +268,8 @@ def read_tokens(
     """
     try:
         content = text.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(path=text, rule="no such file", fix="check the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(path=text, rule=f"cannot be read as text ({error})", fix="give a UTF-8 file") from error
     # verbose=False: the text is longer than a context on purpose
