@@ -147,6 +147,11 @@ def test_a_weight_with_nan_is_rounded_to_nearest():
     )
     assert report.quantized[0].reason == "(its weight holds NaN or Inf: rounded to nearest)"
     assert model.used.dequantized_weight()[3].isnan().all()
+    model = TwoPaths()
+    with torch.no_grad():
+        model.used.weight[3, 3] = float("inf")
+    used, unused = calibrate_(model, "mxfp4", recipe="rtn").quantized
+    assert used.reason == "(it holds NaN or Inf)" and unused.reason == ""
 
 
 def test_dead_channels_and_few_rows():
@@ -166,6 +171,50 @@ def test_memory_that_is_too_small_is_an_error_with_a_name(monkeypatch):
     monkeypatch.setitem(calibrate_.__globals__, "_replace", fail)
     with pytest.raises(LayerError, match=r"used.*memory was too small.*smaller batches"):
         calibrate_(TwoPaths(), "int8", batches=[torch.randn(4, 32)], forward=run)
+
+
+def modes(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_each_module_keeps_its_mode(method):
+    model = tiny_llama().train()
+    model.model.layers[1].mlp.eval()
+    before = modes(model)
+    calibrate_(model, "mxfp4", "sylvester:32", batches(2, 1), method)
+    assert isinstance(model.model.layers[0].mlp.up_proj, hq.RotatedLinear) and modes(model) == before
+
+
+def test_each_module_keeps_its_mode_on_an_error():
+    model = tiny_llama().train()
+    before = modes(model)
+
+    def fail(name, done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        calibrate_(model, "int8", batches=batches(2, 1), progress=fail)
+    assert modes(model) == before and caught.tb  # also while the error is still held
+
+
+def test_batches_may_be_any_iterable():
+    models = [TwoPaths(), TwoPaths()]
+    models[1].load_state_dict(models[0].state_dict())
+    data = [torch.randn(16, 32) for _ in range(4)]
+    for model, given in zip(models, (data, (x for x in data)), strict=True):
+        calibrate_(model, "nvfp4", batches=given, forward=run)
+    assert torch.equal(models[0].used.codes, models[1].used.codes)
+    with pytest.raises(LayerError, match="no batches"):
+        calibrate_(TwoPaths(), "nvfp4", batches=iter(()), forward=run)
+
+
+def test_a_model_that_is_not_of_transformers_needs_forward():
+    model = TwoPaths()
+    rule = r"TwoPaths.*takes no use_cache.*no language model of transformers; give forward=, a function of model and"
+    with pytest.raises(LayerError, match=rule):
+        calibrate_(model, "int8", batches=[torch.randn(4, 32)])
+    assert type(model.used) is nn.Linear
 
 
 def test_refusals():

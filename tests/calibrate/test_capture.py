@@ -7,7 +7,7 @@ from torch import nn
 
 from hadaquant.calibrate import capture, token_batches
 from hadaquant.calibrate.blocks import causal_lm, find_chain
-from hadaquant.errors import ShapeError
+from hadaquant.errors import DtypeError, LayerError, ShapeError
 
 
 def linears(model):
@@ -190,3 +190,49 @@ def test_windows_are_spread_over_the_text():
     assert [tuple(b.shape) for b in token_batches(ids, 100, 64, 8)] == [(5, 100), (5, 100)]
     with pytest.raises(ShapeError, match="100 or more"):
         token_batches(ids[:99], 100, 4)
+
+
+@pytest.mark.parametrize("more", [{"batch": 0}, {"windows": 0}, {"window": 0}, {"batch": -1}], ids=str)
+def test_numbers_below_one_are_refused(more):
+    with pytest.raises(ShapeError, match=r"window=\d+, windows=\d+, batch=-?\d, but 1 or more of each is needed"):
+        token_batches(torch.arange(1000), **{"window": 100, "windows": 4, **more})
+
+
+@pytest.mark.parametrize("ids", [torch.rand(1000), torch.ones(1000, dtype=torch.bool), [1] * 1000], ids=type)
+def test_ids_are_integers(ids):
+    with pytest.raises(DtypeError, match=r"but a torch\.Tensor of integers is needed; give the token ids"):
+        token_batches(ids, 100, 4)
+    short = token_batches(torch.arange(100, dtype=torch.int16), 50, 2)
+    assert [batch.dtype for batch in short] == [torch.int64] * 2
+
+
+def test_ids_of_a_batch_are_told_to_be_flattened():
+    with pytest.raises(ShapeError, match=r"\(1, 1000\), but one dimension is needed; flatten it, or pick a row"):
+        token_batches(torch.arange(1000)[None], 100, 4)
+
+
+def modes(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def test_each_module_gets_back_its_mode():
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    before, seen = modes(model), set()
+    for _ in capture(model, batches(), linears(model)):
+        seen |= set(modes(model).values())
+    assert seen == {False} and modes(model) == before
+    steps = capture(model, batches(), linears(model))
+    next(steps)
+    steps.close()
+    assert modes(model) == before
+
+
+def test_any_iterable_of_batches_but_an_empty_one():
+    model, data = tiny_llama(), batches()
+    names = ["model.layers.1.mlp.up_proj", "lm_head"]
+    (first, last), (again, also) = (capture(model, given, names, gram=True) for given in (data, iter(data)))
+    for ours, theirs in ((first, again), (last, also)):
+        assert all(torch.equal(ours[name].gram, theirs[name].gram) for name in ours) and ours.keys() == theirs.keys()
+    with pytest.raises(LayerError, match=r"LlamaForCausalLM.*no batches"):
+        next(capture(model, iter(()), names))

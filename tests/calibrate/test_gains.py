@@ -9,6 +9,7 @@ from torch import nn
 
 import hadaquant as hq
 from hadaquant.calibrate import fit_gains_, token_batches
+from hadaquant.calibrate.blocks import causal_lm
 from hadaquant.errors import LayerError
 
 
@@ -77,7 +78,63 @@ def test_refusals():
         fit_gains_(quantized(), full, [])
     with pytest.raises(LayerError, match="no norm with a gain"):
         fit_gains_(nn.Sequential(nn.Linear(4, 4)), full, data)
+
+
+def refuse(model, batch):
+    raise AssertionError("nothing is to be computed")
+
+
+@pytest.mark.parametrize("which", ["full", "model"])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.rotary_emb.inv_freq"]
+)
+def test_a_weight_with_nan_is_named_before_anything_is_computed(which, name):
+    full, spoilt = tiny_llama(), tiny_llama()
+    module, _, key = name.rpartition(".")
+    getattr(spoilt.get_submodule(module), key).data.view(-1)[0] = float("nan")
     model = quantized()
-    model.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(LayerError, match="loss at step 0 is nan"):
-        fit_gains_(model, full, data)
+    if which == "model":
+        model = spoilt
+        hq.quantize_(model, "mxfp4", "sylvester:32")
+    else:
+        full = spoilt
+    with pytest.raises(LayerError, match=f"layer '{name}': it holds NaN or Inf; mend it, or leave the gains out"):
+        fit_gains_(model, full, batches(), forward=refuse)
+
+
+def test_a_mask_with_inf_is_no_fault():
+    full, model = tiny_llama(), quantized()
+    full.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    assert len(fit_gains_(model, full, batches(), steps=1)) == 1
+
+
+def test_a_loss_that_is_no_number_where_all_weights_are_finite():
+    full, model, data = tiny_llama(), quantized(), batches()
+
+    def overflowing(model, batch):
+        return model(batch).logits * float("inf")
+
+    with pytest.raises(LayerError, match="loss at step 0 is nan; leave the gains out"):
+        fit_gains_(model, full, data, forward=overflowing)
+    with pytest.raises(LayerError, match=r"loss at step \d is (nan|inf); use fewer steps, or leave the gains out"):
+        fit_gains_(model, full, data, steps=9, rate=1e38)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_both_models_predict_in_eval_mode_and_keep_their_own(fails):
+    full, model = tiny_llama().train(), quantized().train()
+    model.model.layers[0].eval()
+    before = [[m.training for m in each.modules()] for each in (full, model)]
+
+    def run(each, batch):
+        assert not any(m.training for m in each.modules())
+        if fails:
+            raise KeyboardInterrupt
+        return causal_lm(each, batch)
+
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            fit_gains_(model, full, batches(), steps=1, forward=run)
+    else:
+        fit_gains_(model, full, iter(batches()), steps=1, forward=run)
+    assert [[m.training for m in each.modules()] for each in (full, model)] == before

@@ -134,3 +134,19 @@ def test_what_is_asked_must_go_together(folders, tmp_path):
     text = ("--calibration", folders / "text.txt")
     assert_error(quantize(folders, out, "--weights", "best", *text), "unknown method of --weights 'best'")
     assert not out.exists()
+
+
+def test_gains_of_a_model_with_nan_are_refused_before_it_is_calibrated(folders, tmp_path, monkeypatch):
+    from tiny_llama import byte_tokenizer, tiny_llama
+
+    def fail(*args, **options):
+        raise AssertionError("nothing is to be computed")
+
+    monkeypatch.setattr("hadaquant.cli.calibration.calibrate_", fail)
+    model, source = tiny_llama(), tmp_path / "nan"
+    model.model.layers[1].mlp.up_proj.weight.data[2, 3] = float("nan")
+    model.save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    options = ("--format", "int8", "--rotation", "none", "--weights", "gptq", "--calibration", folders / "text.txt")
+    result = run("quantize", source, tmp_path / "out", *options, "--gains", 4)
+    assert_error(result, "layer 'model.layers.1.mlp.up_proj.weight': it holds NaN or Inf", "leave the gains out")

@@ -181,9 +181,15 @@ def test_help_is_for_strangers() -> None:
 
 
 def test_quantize_needs_to_be_told_the_rotation(source, tmp_path) -> None:
-    result = run("quantize", source, tmp_path / "o.safetensors", "--format", "int8")
-    assert result.exit_code == 2
-    assert "--rotation" in result.stderr
+    for given, missing in (
+        (("--format", "int8"), "--rotation not given; give"),
+        (("--rotation", "none"), "--format not given; give"),
+        ((), "--format and --rotation not given; give"),
+    ):
+        result = run("quantize", source, tmp_path / "o.safetensors", *given)
+        assert result.exit_code == 2
+        said = " ".join(result.stderr.replace("│", "").split())
+        assert f"Invalid value: {missing} --format and --rotation, or --plan" in said
 
 
 def test_a_killed_run_leaves_nothing(tmp_path) -> None:

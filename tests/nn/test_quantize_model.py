@@ -73,6 +73,18 @@ def test_report_reads_well():
     assert lines[-1] == "  lm_head: kept, matches skip pattern 'lm_head'"
 
 
+def test_report_names_a_weight_with_nan():
+    model = Model(1)
+    with torch.no_grad():
+        model.layers[0].q.weight[1, 2] = float("nan")
+        model.layers[0].up.weight[0, 0] = float("inf")
+    q, up, down = str(hq.quantize_(model, "int8", "regular:256")).splitlines()[1:4]
+    fitted = "(group fitted: regular:256 does not divide K=64)"
+    for line in (q, up):
+        assert line.endswith(f"error nan {fitted} (it holds NaN or Inf)")
+    assert "layers.0.down" in down and "NaN" not in down
+
+
 def test_report_of_a_model_on_meta():
     with torch.device("meta"):
         model = Model(1)

@@ -1,7 +1,7 @@
 """Better codes than round-to-nearest: what the linears read, scale search, GPTQ."""
 
 from hadaquant.calibrate.capture import capture, token_batches
-from hadaquant.calibrate.gains import fit_gains_, gains_of
+from hadaquant.calibrate.gains import check_finite, fit_gains_, gains_of
 from hadaquant.calibrate.gptq import Curvature, gptq, output_error
 from hadaquant.calibrate.inputs import InputStatistics
 from hadaquant.calibrate.model import METHODS, CalibratedLayer, Recipe, calibrate_
@@ -15,6 +15,7 @@ __all__ = [
     "Recipe",
     "calibrate_",
     "capture",
+    "check_finite",
     "fit_gains_",
     "gains_of",
     "gptq",

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hadaquant.errors import LayerError
+
 #: ``forward(model, batch)`` runs a model on one batch.
 Forward = Callable[[nn.Module, Any], Any]
 
 
 def causal_lm(model: nn.Module, batch: Tensor) -> Any:
-    """Run a causal language model of transformers on int64 [B, T] token ids."""
+    """Run a causal language model of transformers on int64 [B, T] token ids.
+
+    Raises:
+        LayerError: the model is none.
+    """
+    taken = signature(model.forward).parameters.values()
+    if not any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in taken):
+        raise LayerError(
+            layer=type(model).__name__,
+            rule="its forward takes no use_cache, so it is no language model of transformers",
+            fix="give forward=, a function of model and batch that runs it",
+        )
     return model(batch, use_cache=False)
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Within, models are in eval mode. Then each module is as it was, and one put in its place as it was."""
+    before = [{name: m.training for name, m in model.named_modules(remove_duplicate=False)} for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, modes in zip(models, before, strict=True):
+            for name, module in model.named_modules(remove_duplicate=False):
+                module.training = modes.get(name, module.training)
 
 
 @dataclass

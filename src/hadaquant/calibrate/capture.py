@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadaquant.calibrate.blocks import Call, Forward, causal_lm, find_chain
+from hadaquant.calibrate.blocks import Call, Forward, causal_lm, evaluating, find_chain
 from hadaquant.calibrate.inputs import InputStatistics
-from hadaquant.errors import ShapeError
+from hadaquant.errors import DtypeError, LayerError, ShapeError
 
 #: Bytes of sums gathered at a time where the model is no chain of blocks and is run whole.
 BUDGET = 1 << 30
@@ -33,18 +33,29 @@ Kind = Callable[[str], object]
 
 
 def token_batches(ids: Tensor, window: int, windows: int, batch: int = 1) -> list[Tensor]:
-    """Windows spread evenly over a text, in batches of one size: int64 [T] -> list of [batch, window].
+    """Windows spread evenly over a text, in batches of one size: integers [T] -> list of int64 [batch, window].
 
     A text that holds fewer windows gives what it holds; the batch shrinks where it does not divide them.
 
     Raises:
-        ShapeError: fewer tokens than a window.
+        DtypeError: ``ids`` are no tensor of integers.
+        ShapeError: they have not one dimension, or are fewer than a window; or a number is below 1.
     """
-    if ids.dim() != 1 or ids.numel() < window or window < 1:
-        raise ShapeError(
-            what="ids", found=tuple(ids.shape), expected=f"[{window} or more]", fix="give more text or a smaller window"
-        )
-    whole = ids[: ids.numel() // window * window].view(-1, window)
+    dtype = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+    if not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        fix = "give the token ids that a tokenizer makes of a text"
+        raise DtypeError(what="ids", found=dtype, expected="a torch.Tensor of integers", fix=fix)
+    if min(window, windows, batch) < 1:
+        found, fix = f"window={window}, windows={windows}, batch={batch}", "give whole numbers from 1 on"
+        raise ShapeError(what="what is asked for", found=found, expected="1 or more of each", fix=fix)
+    shape = tuple(ids.shape)
+    if len(shape) != 1:
+        fix = "flatten it, or pick a row of it: ids.flatten(), ids[0]" if shape else "give the ids of a text"
+        raise ShapeError(what="ids", found=shape, expected="one dimension", fix=fix)
+    if shape[0] < window:
+        fix = "give more text or a smaller window"
+        raise ShapeError(what="ids", found=shape, expected=f"[{window} or more]", fix=fix)
+    whole = ids[: len(ids) // window * window].to(torch.int64).view(-1, window)
     count = min(windows, whole.shape[0])
     chosen = whole[torch.arange(count) * whole.shape[0] // count]
     return list(chosen.split(next(size for size in range(min(batch, count), 0, -1) if count % size == 0)))
@@ -52,7 +63,7 @@ def token_batches(ids: Tensor, window: int, windows: int, batch: int = 1) -> lis
 
 def capture(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     linears: Iterable[str],
     *,
     gram: bool = False,
@@ -62,7 +73,7 @@ def capture(
     stepwise: bool = False,
     device: torch.device | str | None = None,
     forward: Forward = causal_lm,
-) -> Iterator[dict[str, InputStatistics]]:
+) -> Generator[dict[str, InputStatistics], None, None]:
     """Statistics of the inputs of linears, some linears at a time, in the order the model calls them.
 
     The caller may replace the linears it was just given: later statistics are of the model so changed.
@@ -72,7 +83,7 @@ def capture(
     are run whole, for at most :data:`BUDGET` bytes of sums at a time.
 
     Args:
-        model: is put into eval mode.
+        model: is in eval mode until the last statistics are given, or the iterator is closed.
         batches: what ``forward`` takes; of one shape, else no blocks are recognized.
         linears: names of modules that have ``in_features``.
         gram, rows: what to gather beside counts and maxima, see :class:`InputStatistics`.
@@ -81,10 +92,32 @@ def capture(
         stepwise: give the linears that read one tensor at a time, instead of a block at a time.
         device: where each block is during its turn; left out, it stays where it is.
         forward: runs the model on a batch.
+
+    Raises:
+        LayerError: no batches, or a model that is no language model of transformers without ``forward``.
     """
+    batches = list(batches)
+    if not batches:
+        raise LayerError(
+            layer=type(model).__name__, rule="there are no batches to run it on", fix="give token_batches of a text"
+        )
     wanted = list(dict.fromkeys(linears))
-    model.eval()
     gather = _Gather(gram, rows, coded)
+    with evaluating(model):
+        yield from _steps(model, batches, wanted, gather, kind, stepwise, device, forward)
+
+
+def _steps(
+    model: nn.Module,
+    batches: list[Any],
+    wanted: list[str],
+    gather: _Gather,
+    kind: Kind,
+    stepwise: bool,
+    device: torch.device | str | None,
+    forward: Forward,
+) -> Iterator[dict[str, InputStatistics]]:
+    """What :func:`capture` gives."""
     chain = find_chain(model, batches, forward)
     if chain is not None:
         home = _device(model)

@@ -6,15 +6,17 @@ some of it ("norm tweaking", Li et al., arXiv:2309.02784). Codes, scales and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hadaquant.calibrate.blocks import Forward, causal_lm, data_of
+from hadaquant.calibrate.blocks import Forward, causal_lm, data_of, evaluating
 from hadaquant.errors import LayerError
+from hadaquant.nn.convert import holds_nonfinite
+from hadaquant.nn.linear import RotatedLinear
 
 #: Steps over which the rate rises from 0; after them it falls to 0 in a line.
 WARM_UP = 5
@@ -23,7 +25,7 @@ WARM_UP = 5
 def fit_gains_(
     model: nn.Module,
     full: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     *,
     steps: int = 100,
     rate: float = 4e-3,
@@ -50,26 +52,30 @@ def fit_gains_(
         KL(full ‖ model) in nats a token before each step, on that step's batch.
 
     Raises:
-        LayerError: no batches, the model has no norm with a gain, or a loss is NaN or Inf.
+        LayerError: no batches, the model has no norm with a gain, or a weight of one of the models or a loss is NaN
+            or Inf.
     """
-    name = type(model).__name__
+    name, batches = type(model).__name__, list(batches)
     if not batches:
         raise LayerError(layer=name, rule="there are no batches to fit gains on", fix="give token_batches of a text")
     gains = list(gains_of(model).values())
     if not gains:
         raise LayerError(layer=name, rule="it has no norm with a gain", fix="leave the gains out")
+    check_finite(full)
+    check_finite(model)
     # float32 copies, so that small steps are not lost in a short dtype
     masters = [p.detach().to(torch.float32, copy=True) for p in gains]
     optimizer = torch.optim.Adam([{"params": [m], "scale": m.abs().mean().item()} for m in masters], betas=(0.9, 0.95))
     random = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    with _only(model, gains):
+    with evaluating(model, full), _only(model, gains):
         for step in range(steps):
             batch = batches[int(torch.randint(len(batches), (), generator=random))]
             loss = _divergence(full, model, batch, forward)
             losses.append(loss.item())
             if not torch.isfinite(loss):
-                raise LayerError(layer=name, rule=f"its loss at step {step} is {losses[-1]}", fix="use a smaller rate")
+                fix = "use fewer steps, or leave the gains out" if step else "leave the gains out"
+                raise LayerError(layer=name, rule=f"its loss at step {step} is {losses[-1]}", fix=fix)
             loss.backward()
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["scale"] * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
@@ -88,6 +94,25 @@ def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of one dimension, which are those of norms, by their names in the model."""
     weights = {f"{name}.weight".lstrip("."): m._parameters.get("weight") for name, m in model.named_modules()}
     return {n: p for n, p in weights.items() if p is not None and p.dim() == 1 and p.is_floating_point()}
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model that predicts nothing because of a weight, that of a quantized linear decoded.
+
+    Raises:
+        LayerError: names the weight that holds NaN or Inf.
+    """
+    for name, module in model.named_modules():
+        # PyTorch has no isfinite for numbers of one byte
+        weights = {key: p for key, p in module.named_parameters(recurse=False) if p.dtype.itemsize > 1}
+        if isinstance(module, RotatedLinear):
+            weights = {"weight": module.quantized_weight().dequantize(), **weights}
+        wrong = [key for key, weight in weights.items() if holds_nonfinite(weight)]
+        # a buffer may hold -Inf rightly: masks do
+        wrong += [key for key, b in module.named_buffers(recurse=False) if not b.is_meta and b.isnan().any()]
+        if wrong:
+            fix = "mend it, or leave the gains out"
+            raise LayerError(layer=f"{name}.{wrong[0]}".lstrip("."), rule="it holds NaN or Inf", fix=fix)
 
 
 class _only:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from hadaquant.calibrate.search import search_scales
 from hadaquant.contract import check_activations
 from hadaquant.errors import LayerError, UnknownChoice
 from hadaquant.formats import Format, get_format
-from hadaquant.nn.convert import FilterFn, Place, decide, linears_of, relative_error
+from hadaquant.nn.convert import FilterFn, Place, decide, holds_nonfinite, linears_of, relative_error
 from hadaquant.nn.linear import RotatedLinear
 from hadaquant.nn.report import LayerReport, Report
 from hadaquant.nn.select import DEFAULT_SKIP, check_patterns
@@ -82,7 +83,7 @@ def calibrate_(
     model: nn.Module,
     format: str | Format,
     rotation: str | Rotation = "none",
-    batches: Sequence[Any] = (),
+    batches: Iterable[Any] = (),
     recipe: Recipe | str = "gptq+search",
     skip: str | Sequence[str] = DEFAULT_SKIP,
     filter_fn: FilterFn | None = None,
@@ -108,7 +109,7 @@ def calibrate_(
         choices: format and rotation of each linear by its name, in place of ``format`` and ``rotation``; linears
             that are not named are left alone.
         device: where a block is during its turn; left out, it stays where it is.
-        forward: runs the model on a batch.
+        forward: runs the model on a batch; left out, as a language model of transformers on token ids.
         progress: called after each linear.
 
     Returns:
@@ -117,10 +118,11 @@ def calibrate_(
     Raises:
         UnknownChoice: an unknown method.
         AlreadyQuantized, PatternError, LayerError: as :func:`hadaquant.quantize_`.
-        LayerError: no batches, or memory was too small for a layer.
+        LayerError: no batches, no ``forward`` for a model that needs one, or memory was too small for a layer.
     """
     recipe = Recipe(method=recipe) if isinstance(recipe, str) else recipe
     check_activations(activations)
+    batches = list(batches)
     if not batches and recipe.method != "rtn":
         rule = f"there are no batches, which method {recipe.method!r} needs"
         raise LayerError(layer=type(model).__name__, rule=rule, fix="give token_batches of a text, or use quantize_")
@@ -135,7 +137,7 @@ def calibrate_(
         return quantize(x, job.format, rotation=job.rotation, backend=backend).dequantize()
 
     if recipe.method == "rtn":
-        steps = iter([dict.fromkeys(jobs)])
+        steps = (step for step in [dict.fromkeys(jobs)])
     else:
         use_coded = recipe.coded_inputs and activations == "coded" and recipe.method != "search"
         steps = capture(
@@ -151,13 +153,14 @@ def calibrate_(
         )
     done, name = 0, type(model).__name__
     try:
-        for step in steps:
-            curvatures: dict[int, Curvature] = {}
-            for name, inputs in step.items():
-                report.layers.append(_replace(jobs.pop(name), inputs, recipe, curvatures, activations, backend))
-                done += 1
-                if progress is not None:
-                    progress(name, done, len(order))
+        with closing(steps):  # on an error too the model gets back its mode
+            for step in steps:
+                curvatures: dict[int, Curvature] = {}
+                for name, inputs in step.items():
+                    report.layers.append(_replace(jobs.pop(name), inputs, recipe, curvatures, activations, backend))
+                    done += 1
+                    if progress is not None:
+                        progress(name, done, len(order))
     except torch.OutOfMemoryError as error:
         fix = "give smaller batches or fewer windows, or calibrate on the CPU"
         raise LayerError(layer=name, rule=f"memory was too small at or after it ({error})", fix=fix) from error
@@ -211,6 +214,8 @@ def _replace(
     better: dict[str, Any] = {}
     if why:
         notes.append(f"({why}: rounded to nearest)")
+    elif holds_nonfinite(weight):
+        notes.append("(it holds NaN or Inf)")
     if inputs is not None and inputs.nonfinite and inputs.count:
         seen = inputs.count + inputs.nonfinite
         notes.append(f"({inputs.nonfinite} of {seen} input rows hold NaN or Inf and were left out)")
@@ -252,7 +257,7 @@ def _why_nearest(weight: Tensor, inputs: InputStatistics | None, recipe: Recipe)
     """Why a layer cannot be calibrated; empty if it can, or is not to be."""
     if inputs is None or recipe.method == "rtn":
         return ""
-    if not torch.isfinite(weight).all():
+    if holds_nonfinite(weight):
         return "its weight holds NaN or Inf"
     if inputs.count:
         return ""

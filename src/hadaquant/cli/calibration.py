@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hadaquant.calibrate import CalibratedLayer, Recipe, calibrate_, fit_gains_, gains_of, token_batches
+from hadaquant.calibrate import CalibratedLayer, Recipe, calibrate_, check_finite, fit_gains_, gains_of, token_batches
 from hadaquant.checkpoint import hf
 from hadaquant.checkpoint.model_plan import Choice
 from hadaquant.checkpoint.record import CalibrationRecord
@@ -68,9 +68,11 @@ class Calibration:
 
         Raises:
             LayerError: transformers merges or splits a layer's weight when it loads the model; or see
-                :func:`hadaquant.calibrate.calibrate_`.
+                :func:`hadaquant.calibrate.calibrate_` and :func:`hadaquant.calibrate.fit_gains_`.
         """
         model = self.folder.load()
+        if self.gains:
+            check_finite(model)
         names = hf.model_names(model, [f"{layer}.weight" for layer in choices])
         targets: dict[str, str] = {}
         for layer in choices:

@@ -66,8 +66,9 @@ def quantize(
     Example: hadaquant quantize SmolLM2-135M SmolLM2-135M-int8 --format int8 --rotation regular:256, or --plan plan.json
     """
     errors = console(stderr=True)
-    if plan is None and (format is None or rotation is None):
-        raise typer.BadParameter("give --format and --rotation, or --plan")
+    missing = [name for name, value in (("--format", format), ("--rotation", rotation)) if value is None]
+    if plan is None and missing:
+        raise typer.BadParameter(f"{' and '.join(missing)} not given; give --format and --rotation, or --plan")
     if plan is not None and rotation is not None:
         raise typer.BadParameter("--plan says the rotations; leave --rotation out")
     if weights not in METHODS:

@@ -72,6 +72,8 @@ def quantize_(
                 LayerReport(name=places[0].name, shape=shape, reason=reason, bytes_before=nbytes, bytes_after=nbytes)
             )
             continue
+        if holds_nonfinite(linear.weight):
+            reason = f"{reason} (it holds NaN or Inf)".strip()
         layer = RotatedLinear.from_linear(linear, f, fitted, activations=activations, backend=backend)
         for place in places:
             setattr(place.parent, place.child, layer)
@@ -177,6 +179,11 @@ def _unfit(format: Format, rotation: Rotation, k: int) -> str:
     if rotation.signs is not None or rotation.kind == "matrix":
         return f"in_features {k} is not a multiple of the group of {rotation}, whose tensors have one size"
     return f"no group of kind {rotation.kind!r} divides in_features {k}"
+
+
+def holds_nonfinite(weight: Tensor) -> bool:
+    """Whether a weight holds NaN or Inf; False on the meta device."""
+    return not weight.is_meta and not weight.isfinite().all()
 
 
 def relative_error(weight: Tensor, restored: Tensor) -> float | None:
