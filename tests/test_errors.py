@@ -57,6 +57,10 @@ EXAMPLES = {
         {"name": "up", "found": "int8"},
         ("up", "already quantized", "quantize the high-precision original"),
     ),
+    "ExpressionError": (
+        {"pattern": "re:[", "why": "unterminated character set at position 0"},
+        ("'re:['", "unterminated character set", "leave re: out"),
+    ),
     "PatternError": ({"pattern": "uo", "layers": "up, down"}, ("'uo'", "matches no layer", "the layers are up, down")),
     "LayerError": ({"layer": "up", "rule": "no weight", "fix": "skip it"}, ("'up'", "no weight", "skip it")),
     "CheckpointError": (

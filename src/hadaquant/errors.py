@@ -114,6 +114,12 @@ class PatternError(HadaquantError):
     )
 
 
+class ExpressionError(HadaquantError):
+    """A pattern whose regular expression is none."""
+
+    template = "pattern '{pattern}': what follows re: is no regular expression ({why}); escape it, or leave re: out"
+
+
 class LayerError(HadaquantError):
     """A layer that cannot be converted or restored."""
 

@@ -67,6 +67,23 @@ def test_steps_are_blocks_then_what_is_outside():
     assert all(name.startswith("model.layers.1.") for name in steps[1]) and steps[2] == ["lm_head"]
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_blocks_behind_the_last_that_is_wanted_do_not_run(wanted):
+    model, data = tiny_llama(), batches()
+    runs = []
+    for i, block in enumerate(model.model.layers):
+        block.register_forward_pre_hook(lambda *_, i=i: runs.append(i))
+    find_chain(model, data, causal_lm)
+    before = len(runs)
+    runs.clear()
+    names = [n for n in linears(model) if f"layers.{wanted}." in n]
+    (step,) = capture(model, data, names)
+    assert set(step) == set(names)
+    # once to see what reads what, once to gather, and the blocks before hand their outputs on
+    after = sorted(runs[before:])
+    assert after == sorted([0] * len(data) * wanted + [wanted] * (1 + len(data)))
+
+
 def test_stepwise_gives_readers_of_one_tensor_in_the_order_of_calls():
     model, data = tiny_llama(), batches()
     names = [n for n in linears(model) if "layers.0" in n]

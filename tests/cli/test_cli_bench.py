@@ -81,7 +81,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_timed(tmp_path, 
 def test_mistakes_are_one_line(tmp_path):
     for args, words in (
         (["--device", "cpu", "--shapes", "2x8by256"], "a shape has shape '2x8by256'"),
-        (["--device", "cpu", "--shapes", "3x3"], "error: --shapes has shape 3x3, but a last size that 256 divides"),
+        (["--device", "cpu", "--shapes", "3x3"], "error: --shapes has shape 3x3, but M × K with K a multiple of 256"),
         (["--device", "cpu", "--suite", "int4"], "unknown suite 'int4'"),
         (["--device", "cpu", "--only", "matmul"], "unknown op 'matmul'"),
         (["--device", "tpu"], "unknown device 'tpu'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_comfy_layout(source, tmp_path) -> None:
         ({"--rotation": "matrix:64"}, ["is written 'none', 'sylvester:G' or 'regular:G'; for example"]),
         ({"--skip": r"re:up\."}, [r"pattern 're:up\.' matches no layer", "expression for the whole name"]),
         ({"--weights": "foo"}, ["unknown method of --weights 'foo': choose one of rtn, search, gptq"]),
-        ({"--layout": "gguf"}, ["unknown layout 'gguf'", "comfy, hyperflow, native"]),
+        ({"--layout": "gguf"}, ["unknown layout 'gguf'", "choose one of comfy, native"]),
         ({"--layout": "comfy", "--format": "nvfp4"}, ["comfy layout holds format int8"]),
         ({"--device": "nowhere"}, ["unknown device 'nowhere'", "cpu"]),
         ({"OUT": "EXISTING"}, ["exists already"]),
@@ -146,11 +147,27 @@ def test_inspect_plain_and_quantized(source, tmp_path) -> None:
     out = tmp_path / "out.safetensors"
     run("quantize", source, out, "--format", "nvfp4", "--rotation", "sylvester:16")
     shown = run("inspect", out).stdout
-    row = next(line for line in shown.splitlines() if "layers.1.up" in line)
+    row = next(line for line in shown.splitlines() if "layers.*.up" in line)
+    assert all(part in row for part in (" 2 ", "32 × 96", "nvfp4", "sylvester:16", "4.51"))
+    assert "layers.1.up" not in shown
+    row = next(line for line in run("inspect", out, "-v").stdout.splitlines() if "layers.1.up" in line)
     assert all(part in row for part in ("32 × 96", "nvfp4", "sylvester:16", "4.51"))
     assert f"written by: hadaquant {hq.__version__}" in shown
     assert f"source: {source}" in shown
     assert_error(run("inspect", tmp_path / "none"), "no such file")
+
+
+def test_inspect_lists_layers_in_the_order_of_their_numbers(tmp_path) -> None:
+    save_file({f"layers.{i}.up.weight": torch.ones(8, 16) for i in range(11)}, tmp_path / "m.safetensors")
+    run("quantize", tmp_path / "m.safetensors", tmp_path / "q.safetensors", "--format", "int8", "--rotation", "none")
+    shown = run("inspect", "--verbose", tmp_path / "q.safetensors").stdout
+    assert re.findall(r"layers\.(\d+)\.up ", shown) == [str(i) for i in range(11)]
+
+
+def test_an_expression_in_skip_is_shown_as_it_was_typed(source, tmp_path) -> None:
+    args = ("--format", "int8", "--rotation", "none", "--skip", r"re:layers\.0\..*", "--skip", "lm_head")
+    result = run("quantize", source, tmp_path / "q.safetensors", *args)
+    assert r"matches skip pattern 're:layers\.0\..*'" in result.stdout
 
 
 def test_explain() -> None:

@@ -73,3 +73,9 @@ def test_unknown_scale_layout():
         hq.quantize(torch.ones(2, 16), "nvfp4", scale_layout="zigzag")
     with pytest.raises(UnknownChoice, match=r"scale_layout of format 'int8' 'tiled'.*linear"):
         hq.quantize(torch.ones(2, 16), "int8", scale_layout="tiled")
+
+
+def test_repr_says_what_a_format_is_made_of():
+    assert repr(get_format("nvfp4")) == "Format(nvfp4: e2m1, e4m3_global, block 16)"
+    assert repr(get_format("int8")) == "Format(int8: int8, absmax, block the whole row)"
+    assert all("0x" not in repr(f) for f in FORMATS.values())

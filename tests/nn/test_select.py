@@ -2,7 +2,7 @@
 
 import pytest
 
-from hadaquant.errors import PatternError
+from hadaquant.errors import ExpressionError, PatternError
 from hadaquant.nn.select import DEFAULT_SKIP, check_patterns, matches, skipped_by
 
 LAYERS = [f"model.layers.{i}.{part}" for i in range(20) for part in ("attn.q", "mlp.up")] + ["lm_head"]
@@ -40,3 +40,8 @@ def test_c8_matching_nothing_is_an_error():
         check_patterns(["up", "layers.99"], LAYERS)
     with pytest.raises(PatternError, match="the layers are none"):
         check_patterns(["x"], [])
+
+
+def test_an_expression_that_is_none_says_why():
+    with pytest.raises(ExpressionError, match=r"pattern 're:\[\(': .* \(unterminated character set at position 0\)"):
+        check_patterns(["re:[("], LAYERS)

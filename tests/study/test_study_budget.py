@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hadaquant.errors import PlanError
-from hadaquant.study.budget import select
+from hadaquant.study.budget import check_bits, select
 from hadaquant.study.layers import Cell, LayerResult
 
 BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int8": 8.0}
@@ -118,3 +118,16 @@ def test_layers_that_read_one_tensor_get_one_choice():
 def test_layers_that_were_not_measured_are_left_out():
     skipped = LayerResult(name="z", shape=(4, 4), reads="z", skipped="the text never calls it")
     assert set(select([*LAYERS, skipped]).cells) == {"a", "b", "c", "d"}
+
+
+def test_bits_that_no_format_can_keep_are_known_from_the_shapes():
+    shapes = [(64, 64), (64, 128)]
+    for formats, least in ((["int8", "nvfp4", "mxfp4"], 4.25), (["int8"], 8 + 32 * 128 / (64 * 192))):
+        check_bits(shapes, formats, least + 1e-9)
+        with pytest.raises(PlanError, match=rf"too few: these formats need {least:.3f}; raise --bits"):
+            check_bits(iter(shapes), formats, least - 0.01)
+    # K = 48 has no blocks of 32, K = 24 none of 16
+    with pytest.raises(PlanError, match=f"need {(4.25 * 64 * 64 + 4.5 * 64 * 48 + 32) / (64 * 112):.3f}"):
+        check_bits([(64, 64), (64, 48)], ["nvfp4", "mxfp4"], 4.3)
+    check_bits([(64, 64), (4, 24)], ["nvfp4", "mxfp4"], 4.25)  # what no format fits is no part of the plan
+    check_bits([(4, 24)], ["nvfp4"], 1)

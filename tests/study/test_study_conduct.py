@@ -4,14 +4,24 @@ import json
 import re
 import shutil
 import sys
+from importlib import resources
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_llama import tiny_llama
 from torch import nn
 from typer.testing import CliRunner
 
 from hadaquant.cli import app
+from hadaquant.study.budget import select
+from hadaquant.study.conduct import Answer
+from hadaquant.study.layers import Cell, LayerResult
+from hadaquant.study.perplexity import Comparison, Perplexity
+from hadaquant.study.report import SHARED
+from hadaquant.study.run import Settings
+from hadaquant.study.trials import FormatTrial, Outcome, Trial
+from hadaquant.study.verdict import verdicts
 
 
 def run(*args):
@@ -161,6 +171,114 @@ def test_a_model_of_nan_is_an_error_at_once(study, tiny, tmp_path, monkeypatch):
         error = f"error: {folder}: its losses are NaN or infinite, for 63 of the 63 tokens of window 1"
         assert error in flat(result) and "(model.layers.1.mlp.up_proj holds NaN or Inf)" in flat(result)
         assert not out.exists()
+
+
+def test_too_few_bits_are_an_error_at_once(study, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("hadaquant.study.conduct.study_layers", None)  # nothing is measured
+    out = tmp_path / "out"
+    result = run("study", tiny.source, "--calibration", study.prose, "--out", out, *SMALL, "--bits", 3)
+    assert result.exit_code == 1 and "error: the plan: 3 bits a weight are too few: these formats need 4.25" in flat(
+        result
+    )
+    assert not out.exists()
+
+
+def test_windows_are_those_that_the_text_holds(study, tiny, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    args = ("study", tiny.source, "--calibration", study.prose, "--out", out, *SMALL, "--windows", 100_000)
+    args = (*args, "--formats", "int8", "--layers", "layers.0.mlp")
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    held = len(study.prose.read_bytes()) // 64
+    said = f"{held} windows of 64 tokens of prose.txt"
+    assert f"Measured on {said}, all that it holds of the 100,000 asked for" in flat(result)
+    assert json.loads((out / "settings.json").read_text())["windows"] == held
+    page = (out / "report.html").read_text()
+    page = re.sub("<pre>.*?</pre>", "", page, flags=re.DOTALL)
+    assert f"measured on {said}" in page and f"<dt>windows</dt><dd>{held}</dd>" in page
+    # a second run measures nothing
+    monkeypatch.setattr("hadaquant.study.run.capture", None)
+    again = run(*args)
+    assert again.exit_code == 0 and "all that it holds" in flat(again)
+    assert f"Measured on {said} Plan" in flat(run(*[held if a == 100_000 else a for a in args]))
+
+
+def test_linears_that_read_one_tensor_share_a_choice(study):
+    assert SHARED in study.printed
+    before, _, rest = (study.out / "report.html").read_text().partition("<summary>Every layer</summary>")
+    assert SHARED in before.partition("The layers</h2>")[0] and rest.lstrip().startswith(f'<p class="note">{SHARED}')
+
+
+def test_pictures_and_tables_scroll_in_their_own_boxes(study):
+    page = (study.out / "report.html").read_text()
+    assert re.search(r"figure {[^}]*overflow-x: auto", page) and re.search(r"figure img {[^}]*min-width: \d+px", page)
+    assert page.count("<table>") == page.count('<div class="scroll"><table>') > 0
+
+
+def answered(tmp_path, *, loss, divergence):
+    """The answer of a study of two linears, whose verdict is INT8 with regular:256."""
+
+    def cell(rotation, asked, gain):
+        numbers = dict.fromkeys(("quiet_db", "weights_db", "inputs_db"), 20.0)
+        ends = {"low_db": gain, "high_db": gain}
+        return Cell(
+            format="int8", rotation=rotation, asked=asked, bits=8, db=20 + gain, gain_db=gain, **ends, **numbers
+        )
+
+    def layer(name, k, group):
+        cells = (
+            cell("none", ("none",), 0.0),
+            cell(f"regular:{group}", ("regular:64", "regular:256")[-group // 64 :], 9.0),
+        )
+        return LayerResult(name=name, shape=(8, k), reads=name, cells=cells)
+
+    def measured(by, kl):
+        losses = torch.tensor([3.0, 5.0] * 8, dtype=torch.float64) + torch.tensor(by * 8)
+        return Perplexity(losses=losses, divergence=torch.full((16,), kl, dtype=torch.float64), windows=8, seconds=1.0)
+
+    plain, rotated = measured([0.0, 0.0], 1e-4), measured(loss, divergence)
+    results = [layer("a", 576, 64), layer("b", 512, 256)]
+    (verdict,) = verdicts(results)
+    trials = [Trial(format="int8", rotation=r, result=t) for r, t in (("none", plain), (verdict.rotation, rotated))]
+    tested = FormatTrial(verdict=verdict, gains={verdict.rotation: Comparison.of(plain, rotated)})
+    settings = Settings(
+        model="m", fingerprint="", calibration="c", digest="", formats=("int8",), rotations=("none", "regular:256")
+    )
+    return Answer(
+        model=tmp_path,
+        settings=settings,
+        text="t",
+        results=results,
+        verdicts=[verdict],
+        outcome=Outcome(trials=trials, formats=[tested]),
+        selection=select(results),
+        limits={},
+        planned=None,
+        kept={},
+        stored={},
+    )
+
+
+def test_a_smaller_group_in_the_plan_is_explained_beside_it(tmp_path):
+    answer = answered(tmp_path, loss=[-1.0, -1.0], divergence=5e-5)
+    assert answer.sentence == "Rotate int8 (regular:256)."
+    assert answer.smaller_groups == [
+        "regular:256 is regular:64 in linears of 576 inputs, the largest group that divides them"
+    ]
+    template = resources.files("hadaquant.study").joinpath("report.html.j2").read_text(encoding="utf-8")
+    plan = template.partition("<h2>The plan</h2>")[2].partition("<pre>")[0]
+    assert "answer.smaller_groups" in plan
+
+
+def test_evidence_begins_with_what_decided(tmp_path):
+    sure = answered(tmp_path, loss=[-1.0, -1.0], divergence=5e-5)
+    text = sure.evidence(sure.verdicts[0])
+    assert text == "regular:256 takes perplexity from 54.60 to 20.09 and KL from 0.0001 to 5e-05"
+    # perplexity rises a little, within what other windows would give
+    unsure = answered(tmp_path, loss=[-1.0, 1.1], divergence=5e-5)
+    assert unsure.sentence == "Rotate int8 (regular:256)."
+    text = unsure.evidence(unsure.verdicts[0])
+    assert text == "regular:256 takes KL from 0.0001 to 5e-05; perplexity, from 54.60 to 57.40, cannot tell"
 
 
 def test_a_log_file_hears_of_it(study):

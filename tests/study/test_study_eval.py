@@ -100,6 +100,8 @@ def test_eval_on_a_narrow_terminal(tiny, monkeypatch):
 def test_empty_columns_are_left_out(tiny):
     result = run(tiny.source, "--text", tiny.text, "--window", 64)
     assert "perplexity" in result.stdout
+    # nor are they explained
+    assert not {"Gain:", "KL:", "helps"} & set(result.stdout.split())
     for heading in ("same", "gain", "rotation helps"):
         assert f" {heading} " not in result.stdout.split("──")[0]
 

@@ -158,7 +158,7 @@ def choose(
             raise ShapeError(
                 what="--shapes",
                 found="x".join(map(str, shape)),
-                expected="; or ".join(reasons),
+                expected=" or ".join(reasons),
                 fix="give another shape, or another --only or --suite",
             )
     return list(dict.fromkeys(found))
@@ -167,8 +167,10 @@ def choose(
 def _misfit(case: Case, shape: Shape) -> str:
     """What a shape of the case would have to be, or nothing if it is."""
     if len(shape) != len(case.shape):
-        return f"{OPS[case.op].axes} for {case.op}"
+        return f"{OPS[case.op].axes} ({case.op})"
     divisor = math.lcm(parse(case.rotation).group, get_format(case.format).block or 1)
     if shape[-1] % divisor:
-        return f"a last size that {divisor} divides for {case.op} {case.format} {case.rotation}"
+        axes = OPS[case.op].axes
+        last = axes.rpartition(" ")[2]
+        return f"{axes} with {last} a multiple of {divisor} ({case.op} {case.format} {case.rotation})"
     return ""

@@ -122,15 +122,17 @@ def _steps(
     if chain is not None:
         home = _device(model)
         where = home if device is None else torch.device(device)
-        for (name, module), call in zip(chain.blocks, chain.calls, strict=True):
-            mine = [n for n in wanted if f"{n}.".startswith(f"{name}.")]
+        # blocks behind the last that is wanted need not run
+        last = max((i for i, (name, _) in enumerate(chain.blocks) if _inside(name, wanted)), default=-1)
+        for i, ((name, module), call) in enumerate(zip(chain.blocks[: last + 1], chain.calls, strict=False)):
+            mine = _inside(name, wanted)
             wanted = [n for n in wanted if n not in mine]
             module.to(where)
             block = _Block(model, name, call.to(where), chain.data)
             groups = _groups(block, mine, kind)
             for step in [[g] for g in groups] if stepwise else [groups] if groups else []:
                 yield gather(block, step)
-            if name != chain.blocks[-1][0]:
+            if i < last:
                 block.advance()
             block.module.to(home)
     if wanted:
@@ -138,6 +140,10 @@ def _steps(
         groups = _groups(whole, wanted, kind)
         for step in [[g] for g in groups] if stepwise else _within_budget(whole, groups):
             yield gather(whole, step)
+
+
+def _inside(block: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if f"{name}.".startswith(f"{block}.")]
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -71,7 +71,7 @@ def describe(path: str | os.PathLike[str], rotation: str | None = None) -> Conte
             activations=s.contract.activations,
             nbytes=s.nbytes,
         )
-        for name, s in stored.items()
+        for name, s in sorted(stored.items(), key=lambda item: _natural(item[0]))
     ]
     inside = frozenset[str]().union(*(s.keys for s in stored.values()))
     groups: dict[tuple[str, str, tuple[int, ...]], TensorGroup] = {}
@@ -105,6 +105,11 @@ def number_free(name: str) -> str:
     'model.layers.*.mlp.up_proj'
     """
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """What to sort names by, so that block 2 comes before block 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _made(checkpoint: Checkpoint) -> dict[str, str]:

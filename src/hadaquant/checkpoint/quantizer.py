@@ -214,7 +214,7 @@ def _choice_for(
         return given.layers.get(layer), given.kept.get(layer, "" if layer in given.layers else "not in the plan")
     pattern = skipped_by(layer, skip)
     if pattern is not None:
-        return None, f"matches skip pattern {pattern!r}"
+        return None, f"matches skip pattern '{pattern}'"
     if 0 in weight.shape:
         return None, "it has no elements"
     fitted, note = fit(*given, weight.shape[1])

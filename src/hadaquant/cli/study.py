@@ -19,7 +19,7 @@ from hadaquant.study.cases import Case, all_cases
 from hadaquant.study.conduct import FORMATS, ROTATIONS, Answer, Question, conduct
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.page import quantize_command, write_report
-from hadaquant.study.report import error_table, trial_table, verdict_table, write_json
+from hadaquant.study.report import SHARED, counted, error_table, trial_table, verdict_table, write_json
 from hadaquant.study.sweep import STUDY_FORMATS, sweep
 
 
@@ -87,7 +87,7 @@ def study(
     )
     check_output(question.out, folder=True)
     answer = _conduct(question)
-    _show(answer, question.out)
+    _show(answer, question)
     try:
         page = write_report(answer, question.out, shlex.join(("hadaquant", *sys.argv[1:])))
     except MissingExtra as error:
@@ -123,7 +123,7 @@ def _conduct(question: Question) -> Answer:
         return conduct(question, progress, tell)
 
 
-def _show(answer: Answer, folder: Path) -> None:
+def _show(answer: Answer, question: Question) -> None:
     tables = [verdict_table(answer.verdicts, answer.outcome)]
     if answer.trials:
         tables.append(trial_table(answer.trials, str(answer.text)))
@@ -132,9 +132,15 @@ def _show(answer: Answer, folder: Path) -> None:
     out = Console(highlight=False)
     for name, reason in ((r.name, r.skipped) for r in answer.results if r.skipped):
         out.print(f"[yellow]not measured: {escape(name)}: {escape(reason)}[/]", soft_wrap=True)
+    used = answer.settings
+    on = f"Measured on {counted(used.windows, 'window')} of {used.window} tokens of {used.calibration}"
+    if used.windows < question.windows:
+        on += f", all that it holds of the {question.windows:,} asked for"
+    out.print(escape(on), soft_wrap=True)
     chosen = answer.selection
     out.print(f"Plan: {chosen.bits:.3f} bits a weight, {chosen.db:.1f} dB, over {answer.scope}", soft_wrap=True)
-    out.print(f"Quantize so: {escape(quantize_command(answer, folder))}", soft_wrap=True)
+    out.print(SHARED, soft_wrap=True)
+    out.print(f"Quantize so: {escape(quantize_command(answer, question.out))}", soft_wrap=True)
     for verdict in answer.verdicts:
         out.print(f"{verdict.format}: {escape(answer.evidence(verdict))}.", soft_wrap=True)
     out.print(f"[bold]Does the rotation help? {escape(answer.sentence)}[/]", soft_wrap=True)

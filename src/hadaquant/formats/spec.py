@@ -36,6 +36,9 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"Format({self.name}: {self.element.name}, {self.scale.name}, block {self.block or 'the whole row'})"
+
     @property
     def multiple(self) -> int:
         """What K must be a multiple of."""

@@ -148,7 +148,7 @@ def decide(
     for place in places:
         pattern = skipped_by(place.name, skip)
         if pattern is not None:
-            return None, f"matches skip pattern {pattern!r}"
+            return None, f"matches skip pattern '{pattern}'"
         if filter_fn is not None and not filter_fn(linear, place.name):
             return None, "filter_fn says no"
         if isinstance(place.parent, READ_WEIGHTS_THEMSELVES):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from hadaquant.errors import PatternError, UnknownChoice
+from hadaquant.errors import ExpressionError, PatternError
 
 #: Skipped unless told otherwise: an output head is often tied to the embedding and always sensitive.
 DEFAULT_SKIP = ("lm_head",)
@@ -40,8 +40,7 @@ def _check_expression(pattern: str) -> None:
         try:
             re.compile(pattern[3:])
         except re.error as error:
-            why = f"is no regular expression: {error}"
-            raise UnknownChoice(what=f"pattern, which {why},", value=pattern, choices="re:REGEX") from None
+            raise ExpressionError(pattern=pattern, why=error) from None
 
 
 def check_patterns(skip: Iterable[str], names: Iterable[str]) -> None:
@@ -51,7 +50,7 @@ def check_patterns(skip: Iterable[str], names: Iterable[str]) -> None:
 
     Raises:
         PatternError: nothing matches.
-        UnknownChoice: ``re:`` is followed by no regular expression.
+        ExpressionError: ``re:`` is followed by no regular expression.
     """
     names = list(names)
     for pattern in skip:

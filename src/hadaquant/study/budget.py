@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hadaquant.errors import PlanError
+from hadaquant.formats import get_format
+from hadaquant.nn.convert import fit
+from hadaquant.rotation import parse
 from hadaquant.study.layers import Cell, LayerResult
 from hadaquant.study.metrics import MARGIN_DB
 
@@ -74,9 +77,8 @@ def select(
     wanted = 0.0 if target_db is None else len(measured) * 10 ** (-target_db / 10)
     budget = math.inf if bits is None else bits * weights
     spent, noise = total("bits"), total("noise")
-    if spent > budget:
-        rule = f"{bits:g} bits a weight are too few: these formats need {spent / weights:.3f}"
-        raise PlanError(plan="the plan", rule=rule, fix="raise --bits, or study a smaller format")
+    if bits is not None and spent > budget:
+        raise _too_few(bits, spent / weights)
     offers = [offer for reads in groups for offer in _offers(options, reads, 0)]
     heapq.heapify(offers)
     while offers and (target_db is None or noise > wanted):
@@ -98,6 +100,32 @@ def select(
         for layer, cell in zip(layers, options[reads][chosen[reads]].cells, strict=True)
     }
     return Selection(cells={r.name: cells[r.name] for r in measured}, bits=spent / weights, db=reached)
+
+
+def check_bits(shapes: Iterable[tuple[int, int]], formats: Iterable[str], bits: float) -> None:
+    """Refuse a limit that no choice of formats can keep, before anything is measured.
+
+    Args:
+        shapes: [N, K] of each weight.
+        formats: to choose from.
+        bits: as :func:`select` takes them.
+
+    Raises:
+        PlanError: even the smallest format of each weight is too much.
+    """
+    choices, plain = [get_format(format) for format in formats], parse("none")
+    weights = need = 0
+    for shape in shapes:
+        fitting = [8 * f.nbytes(shape) for f in choices if fit(f, plain, shape[1])[0] is not None]
+        if fitting:  # else it stays as it is, outside of the plan
+            weights, need = weights + math.prod(shape), need + min(fitting)
+    if need > bits * weights:
+        raise _too_few(bits, need / weights)
+
+
+def _too_few(bits: float, need: float) -> PlanError:
+    rule = f"{bits:g} bits a weight are too few: these formats need {need:.3f}"
+    return PlanError(plan="the plan", rule=rule, fix="raise --bits, or study a smaller format")
 
 
 def _db(noise: float) -> float:

@@ -14,11 +14,11 @@ from hadaquant.checkpoint.source import Checkpoint
 from hadaquant.errors import CheckpointError, PredictionError
 from hadaquant.formats import get_format
 from hadaquant.nn.select import DEFAULT_SKIP
-from hadaquant.study.budget import Selection, select
+from hadaquant.study.budget import Selection, check_bits, select
 from hadaquant.study.layers import LayerResult
 from hadaquant.study.models import ModelFolder
 from hadaquant.study.perplexity import perplexity, read_tokens
-from hadaquant.study.rotations import as_rotation
+from hadaquant.study.rotations import as_rotation, of_name
 from hadaquant.study.run import Linears, Progress, Settings, StudyFolder, digest, linears_of, study_layers
 from hadaquant.study.trials import Bench, Outcome, Trial, choice_of, try_formats, try_plan
 from hadaquant.study.verdict import FormatVerdict, verdicts
@@ -39,7 +39,8 @@ class Question:
         tokens: use only the first tokens of ``text``.
         formats, rotations: to measure.
         bits, target_db: limits of the plan; see :func:`hadaquant.study.budget.select`.
-        windows, window, rows: see :class:`Settings`.
+        windows: see :class:`Settings`; a text that holds fewer gives what it holds.
+        window, rows: see :class:`Settings`.
         skip, only: patterns of linears to leave alone, and to study if given.
         device: where the model is.
     """
@@ -98,6 +99,22 @@ class Answer:
         return f"{planned} of {linears} linears; {others}"
 
     @property
+    def smaller_groups(self) -> list[str]:
+        """Where the plan has a smaller group than the verdict names, and why."""
+        named = {v.format: v.rotation for v in self.verdicts}
+        shapes = {r.name: r.shape for r in self.results}
+        found: dict[tuple[str, str], set[int]] = {}
+        for name, cell in self.selection.cells.items():
+            asked = named.get(cell.format)
+            if asked in cell.asked and of_name(cell.rotation) != as_rotation(asked):
+                found.setdefault((asked, cell.rotation), set()).add(shapes[name][1])
+        return [
+            f"{asked} is {rotation} in linears of {_and([f'{k:,}' for k in sorted(sizes)])} inputs, the largest group "
+            "that divides them"
+            for (asked, rotation), sizes in found.items()
+        ]
+
+    @property
     def trials(self) -> list[Trial]:
         """All variants of the model that were tried."""
         return [] if self.outcome is None else [*self.outcome.trials, *([self.planned] if self.planned else [])]
@@ -127,10 +144,16 @@ class Answer:
         found = {t.rotation: t.result for t in self.trials if t.format == verdict.format}
         rotation = trial.best if trial.helps == "yes" else verdict.rotation
         before, after = found["none"], found[rotation]
-        text = f"{rotation} takes perplexity from {before.perplexity:.2f} to {after.perplexity:.2f}"
-        if before.divergence is not None and after.divergence is not None:
-            text += f" and KL from {before.divergence.mean():.4f} to {after.divergence.mean():.4f}"
-        return text
+        losses = f"from {before.perplexity:.2f} to {after.perplexity:.2f}"
+        if before.divergence is None or after.divergence is None:
+            return f"{rotation} takes perplexity {losses}"
+        ends = before.divergence.mean().item(), after.divergence.mean().item()
+        spec = ".4f" if min(ends) >= 0.001 else ".3g"
+        divergences = f"from {ends[0]:{spec}} to {ends[1]:{spec}}"
+        gain = trial.gains[rotation]
+        if gain.helps != "no difference" and gain.loss.helps == "no difference":
+            return f"{rotation} takes KL {divergences}; perplexity, {losses}, cannot tell"
+        return f"{rotation} takes perplexity {losses} and KL {divergences}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything for JSON."""
@@ -211,13 +234,15 @@ def conduct(
         digest=digest(ids),
         formats=tuple(q.formats),
         rotations=tuple(q.rotations),
-        windows=q.windows,
+        windows=min(q.windows, len(ids) // q.window),
         window=q.window,
         rows=q.rows,
     )
     folder = StudyFolder(q.out)
     model = source.load(q.device)
     linears = linears_of(checkpoint, model, q.skip, q.only)
+    if q.bits is not None:
+        check_bits((_shape(model, target) for target in linears.names.values()), q.formats, q.bits)
     for words in (ids, text):
         if words is not None:
             _check_predictions(model, q.model, words[: q.window])
@@ -227,6 +252,11 @@ def conduct(
     answer = _answer(q, settings, linears, results, bench)
     answer.plan().write(q.out / "plan.json")
     return answer
+
+
+def _shape(model: nn.Module, linear: str) -> tuple[int, int]:
+    n, k = model.get_parameter(f"{linear}.weight").shape
+    return n, k
 
 
 def _check_predictions(model: nn.Module, path: Path, ids: Tensor) -> None:

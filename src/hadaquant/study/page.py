@@ -16,7 +16,7 @@ from hadaquant.study.conduct import Answer
 from hadaquant.study.layers import Cell, LayerResult
 from hadaquant.study.metrics import MARGIN_DB
 from hadaquant.study.perplexity import Comparison
-from hadaquant.study.report import counted, interval_note, write_json
+from hadaquant.study.report import SHARED, counted, interval_note, write_json
 from hadaquant.study.trials import Trial
 
 
@@ -52,6 +52,7 @@ def write_report(answer: Answer, folder: Path, command: str = "") -> Path:
         command=command,
         quantize=quantize_command(answer, folder),
         counted=counted,
+        shared=SHARED,
         note=interval_note(answer.trials[0].result.windows) if answer.trials else "",
         margin=MARGIN_DB,
         pictures={name: base64.b64encode(data).decode() for name, data in pictures.items() if data is not None},

@@ -22,6 +22,11 @@ from hadaquant.study.sweep import Row
 from hadaquant.study.trials import Outcome, Trial
 from hadaquant.study.verdict import FormatVerdict
 
+#: Why a layer's part of a plan may differ from what it says itself.
+SHARED = (
+    "Linears that read one tensor (q, k and v; gate and up) share one choice, so that it is rotated and quantized "
+    "once: one of them may say yes, and still be left without a rotation."
+)
 _COLOURS = {"yes": "green", "no": "red", "no difference": "dim"}
 
 
@@ -106,14 +111,15 @@ def perplexity_table(rows: Iterable[ModelRow], title: str) -> Table:
     """One table of models, a row each; folders by as few of their last parts as tell them apart."""
     rows = list(rows)
     names = short_names([row.model.resolve() for row in rows])
-    table = Table(
-        title=escape(title),
-        box=box.SIMPLE_HEAD,
-        caption=f"{interval_note(rows[0].result.windows)} KL: nats a token from the source's predictions; same: "
-        "predictions with its most likely token. Gain: nats a token over the same format without rotation, in loss "
-        "and in KL. A rotation helps when one interval lies above zero and none below.",
-        caption_justify="left",
-    )
+    notes = [interval_note(rows[0].result.windows)]
+    if any(row.result.divergence is not None for row in rows):
+        notes.append("KL: nats a token from the source's predictions; same: predictions with its most likely token.")
+    if any(row.gain is not None for row in rows):
+        notes.append(
+            "Gain: nats a token over the same format without rotation, in loss and in KL. A rotation helps when one "
+            "interval lies above zero and none below."
+        )
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, caption=" ".join(notes), caption_justify="left")
     for heading in ("model", "format", "rotation"):
         table.add_column(heading)
     for heading in ("perplexity", "KL", "same", "weights", "tokens/s", "gain", "KL gain"):

@@ -36,7 +36,7 @@ class Settings:
     """What the results of a study depend on.
 
     ``calibration`` and its ``digest``: the file's name and a hash of its tokens. ``windows`` of ``window`` tokens are
-    spread over it, and ``rows`` inputs of each linear are kept of them.
+    spread over it (as many as are used, not more than it holds), and ``rows`` inputs of each linear are kept of them.
     """
 
     model: str

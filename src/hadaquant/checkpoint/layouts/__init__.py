@@ -86,9 +86,10 @@ def foreign_int8(
 
 
 class Layout(Protocol):
-    """What a layout's file provides."""
+    """What a layout's file provides. ``written``: whether it can be written, and not only read."""
 
     name: str
+    written: bool
 
     def check(self, format: Format, rotation: Rotation, activations: str) -> None:
         """Refuse to write a format, rotation or kind of activations that the layout cannot hold.
@@ -134,11 +135,12 @@ def get_layout(name: str) -> Layout:
     """The layout of a name.
 
     Raises:
-        UnknownChoice: no layout has this name.
+        UnknownChoice: no layout has this name; the choices are those that can be written.
     """
     layouts = _collect()
     if name not in layouts:
-        raise UnknownChoice(what="layout", value=name, choices=", ".join(sorted(layouts)))
+        written = [layout.name for layout in layouts.values() if layout.written]
+        raise UnknownChoice(what="layout", value=name, choices=", ".join(sorted(written)))
     return layouts[name]
 
 

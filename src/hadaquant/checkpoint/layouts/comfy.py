@@ -34,6 +34,7 @@ FORMAT = "int8_tensorwise"
 
 class _Comfy:
     name = "comfy"
+    written = True
 
     def check(self, format: Format, rotation: Rotation, activations: str) -> None:
         if activations == "full":

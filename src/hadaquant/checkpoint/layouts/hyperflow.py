@@ -20,6 +20,7 @@ from hadaquant.tensor import QuantizedTensor
 
 class _HyperFlow:
     name = "hyperflow"
+    written = False
 
     def check(self, format: Format, rotation: Rotation, activations: str) -> None:
         raise CheckpointError(

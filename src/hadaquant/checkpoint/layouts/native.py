@@ -27,6 +27,7 @@ _CONTRACT = ".contract"
 
 class _Native:
     name = "native"
+    written = True
 
     def check(self, format: Format, rotation: Rotation, activations: str) -> None:
         """It holds everything."""
