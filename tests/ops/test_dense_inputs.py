@@ -25,6 +25,12 @@ def test_no_tensor(entry, x, found):
         ENTRIES[entry](x)
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_coded_already(entry):
+    with pytest.raises(DtypeError, match="x has dtype QuantizedTensor, .* give the tensor before it was coded"):
+        ENTRIES[entry](hq.quantize(torch.ones(2, 64), "int8"))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("layout", ["coo", "csr", "strided", "jagged"])

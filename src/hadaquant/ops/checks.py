@@ -10,6 +10,7 @@ from hadaquant.formats import Format
 from hadaquant.formats.elements import INT8_MAX
 from hadaquant.front import FrontEnd
 from hadaquant.rotation import Rotation
+from hadaquant.tensor import QuantizedTensor
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -25,6 +26,8 @@ def check_tensor(x: object) -> None:
     """
     if not isinstance(x, Tensor):
         found, fix = type(x).__name__, "convert it with torch.as_tensor"
+        if isinstance(x, QuantizedTensor):
+            fix = "give the tensor before it was coded: what reads it codes it"
         raise DtypeError(what="x", found=found, expected="a torch.Tensor", fix=fix)
     if x.is_nested or x.layout != torch.strided:
         found = f"{x.dtype}, {'nested' if x.is_nested else f'in layout {x.layout}'}"
