@@ -27,7 +27,7 @@ def test_no_tensor(entry, x, found):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_coded_already(entry):
-    with pytest.raises(DtypeError, match="x has dtype QuantizedTensor, .* give the tensor before it was coded"):
+    with pytest.raises(DtypeError, match=r"x has dtype QuantizedTensor, .* give the tensor before it was coded"):
         ENTRIES[entry](hq.quantize(torch.ones(2, 64), "int8"))
 
 
