@@ -29,6 +29,9 @@ COLOURS = {
 }
 LABELS = {
     "ours": "hadaquant",
+    "ours_dynamic": "ours, dynamic global scale",
+    "ours_tiled": "ours, tiled scales",
+    "ours_full": "ours, inputs in full",
     "ours_front_ends": "hadaquant, front ends fused",
     "ours_compile": "hadaquant, front ends and torch.compile",
     "torch_bf16": "torch bfloat16",
