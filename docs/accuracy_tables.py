@@ -6,14 +6,13 @@ The page is written by hand but for what stands between ``<!-- accuracy: NAME --
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from study_tables import table
+from study_tables import filled, table
 
 from hadaquant.study.bootstrap import mean_interval
 
@@ -154,8 +153,4 @@ TABLES: dict[str, Callable[[], str]] = {"cells": cells, "recipes": recipes, "oth
 
 def page() -> str:
     """docs/calibration.md with its tables as they should be."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
-        begin, end = f"<!-- accuracy: {name} -->\n", f"<!-- end of {name} -->"
-        text = re.sub(f"{begin}.*?{end}", lambda _, b=begin, e=end, m=make: b + m() + e, text, flags=re.DOTALL)
-    return text
+    return filled(PAGE, "accuracy", TABLES)

@@ -123,8 +123,13 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def page() -> str:
     """docs/does-rotation-help.md with its tables as they should be."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
-        begin, end = f"<!-- study: {name} -->\n", f"<!-- end of {name} -->"
+    return filled(PAGE, "study", TABLES)
+
+
+def filled(path: Path, of: str, tables: dict[str, Callable[[], str]]) -> str:
+    """A page with its tables as they should be, each between ``<!-- OF: NAME -->`` and ``<!-- end of NAME -->``."""
+    text = path.read_text(encoding="utf-8")
+    for name, make in tables.items():
+        begin, end = f"<!-- {of}: {name} -->\n", f"<!-- end of {name} -->"
         text = re.sub(f"{begin}.*?{end}", lambda _, b=begin, e=end, m=make: b + m() + e, text, flags=re.DOTALL)
     return text

@@ -4,8 +4,10 @@ Norms first walk their rows for the sums, in the contract's order whatever the t
 subtree, and the tiles' sums wait side by side until the last one is there.
 """
 
+import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +17,10 @@ from hadaquant.kernels.numerics import widen
 
 CUBIC = tl.constexpr(GELU_CUBIC)
 LINEAR = tl.constexpr(GELU_LINEAR)
+#: exp(-z) = exp2(z · -log2 e), for kernels that take the hardware's exp2; GELU's z comes multiplied.
+LOG2E = tl.constexpr(-math.log2(math.e))
+LOG2E_CUBIC = tl.constexpr(-math.log2(math.e) * GELU_CUBIC)
+LOG2E_LINEAR = tl.constexpr(-math.log2(math.e) * GELU_LINEAR)
 
 
 def constants(front_end: FrontEnd, width: int = SUM_RUN, tiles: int = 1) -> tuple[object, ...]:
@@ -42,6 +48,26 @@ def as_rows(x: Tensor) -> Tensor:
     """x [..., K] as [M, K] with adjacent channels: a view where there is one, as of the halves of a wider tensor."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def aligned_rows(t: Tensor, multiple: int) -> Tensor:
+    """Rows [M, K] as they are, or a copy where they do not begin at 16 bytes, a multiple of so many bytes apart."""
+    unfit = t.data_ptr() % 16 or row_bytes(t) % multiple
+    return t.clone(memory_format=torch.contiguous_format) if unfit else t
+
+
+def row_bytes(t: Tensor) -> int:
+    """Bytes from row to row."""
+    return t.stride(0) * t.element_size()
+
+
+@triton.jit
+def sigmoid_by_exp2(z):
+    """1 / (1 + exp2(z)), exp2 and the reciprocal being the hardware's."""
+    e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -5,20 +5,12 @@ bits, then those of the run. The contract's sums halve in this order, so that mo
 thread, and warps meet once a sum, in shared memory. exp2 and the reciprocal are the hardware's.
 """
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hadaquant.front import GELU_CUBIC, GELU_LINEAR
-from hadaquant.kernels.front import divide_by, inverse_root
+from hadaquant.kernels.front import LOG2E, LOG2E_CUBIC, LOG2E_LINEAR, divide_by, inverse_root, sigmoid_by_exp2
 from hadaquant.kernels.rows_gluon import inside, ragged, widen
 from hadaquant.kernels.shared_gluon import met, operand_tile
-
-#: exp(-z) = exp2(z · -log2 e); GELU's z comes multiplied.
-LOG2E = gl.constexpr(-math.log2(math.e))
-CUBIC = gl.constexpr(-math.log2(math.e) * GELU_CUBIC)
-LINEAR = gl.constexpr(-math.log2(math.e) * GELU_LINEAR)
 
 #: Without a branch a root is right from here on, and a mean that is not is too small to be seen beside it.
 LEAST_EPS = gl.constexpr(2.0**-60)
@@ -143,15 +135,6 @@ def open_row(tiles, places, DTYPE: gl.constexpr, FRONT: gl.constexpr, K: gl.cons
 
 
 @gluon.jit
-def _sigmoid(z):
-    """1 / (1 + exp2(z))"""
-    e = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=gl.float32, is_pure=True, pack=1)
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def fronted(v, inverse, row, operands, kept, DTYPE: gl.constexpr, FRONT: gl.constexpr, KEPT: gl.constexpr,
             K: gl.constexpr, t: gl.constexpr, W: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """The front end of tile t that :func:`open_row` gave, ready to be rotated.
@@ -162,9 +145,9 @@ def fronted(v, inverse, row, operands, kept, DTYPE: gl.constexpr, FRONT: gl.cons
     if FRONT[3] > 0:
         v = v * inverse
     if FRONT[0] == "gelu_tanh":
-        v = v * _sigmoid(v * gl.fma(v * v, gl.full_like(v, CUBIC), gl.full_like(v, LINEAR)))
+        v = v * sigmoid_by_exp2(v * gl.fma(v * v, gl.full_like(v, LOG2E_CUBIC), gl.full_like(v, LOG2E_LINEAR)))
     elif FRONT[0] == "silu_mul":
-        v = v * _sigmoid(v * LOG2E)
+        v = v * sigmoid_by_exp2(v * LOG2E)
         v = v * widen(operands[t], DTYPE, W, HALF)
     elif FRONT[0] == "ada_norm":
         v = v * operand_tile(kept[0], operands[0], row, KEPT[0], True, K, t, W, HALF)

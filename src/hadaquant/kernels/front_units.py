@@ -5,20 +5,21 @@ channel's index in a thread, then what a warp holds of a step, then warps and st
 memory. exp2 and the reciprocal are the hardware's.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
-from hadaquant.front import GELU_CUBIC, GELU_LINEAR, SUM_RUN, FrontEnd, halvings
+from hadaquant.front import SUM_RUN, FrontEnd, halvings
 from hadaquant.kernels import front
-from hadaquant.kernels.front import divide_by, halved, inverse_root
+from hadaquant.kernels.front import (
+    LOG2E,
+    LOG2E_CUBIC,
+    LOG2E_LINEAR,
+    divide_by,
+    halved,
+    inverse_root,
+    sigmoid_by_exp2,
+)
 from hadaquant.kernels.units import load_words, widen_words
-
-#: exp(-z) = exp2(z · -log2 e); GELU's z comes multiplied.
-LOG2E = tl.constexpr(-math.log2(math.e))
-CUBIC = tl.constexpr(-math.log2(math.e) * GELU_CUBIC)
-LINEAR = tl.constexpr(-math.log2(math.e) * GELU_LINEAR)
 
 
 def constants(front_end: FrontEnd, unit: int, threads: int, each: int) -> tuple[object, ...]:
@@ -131,15 +132,6 @@ def moments(x_row, units_in_row, N: tl.constexpr, EACH: tl.constexpr, UNIT: tl.c
 
 
 @triton.jit
-def _sigmoid(z):
-    """1 / (1 + exp2(z))"""
-    e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def front_unit(v, mean, inverse, factor, shift, FRONT: tl.constexpr):
     """The front end of a unit: of its row are mean and inverse root, of itself factor and shift, if FRONT has them."""
     KIND: tl.constexpr = FRONT[0]
@@ -151,9 +143,9 @@ def front_unit(v, mean, inverse, factor, shift, FRONT: tl.constexpr):
         if FRONT[3] > 0:
             y = y * inverse
         if KIND == "silu_mul":
-            y = y * _sigmoid(y * LOG2E)
+            y = y * sigmoid_by_exp2(y * LOG2E)
         if KIND == "gelu_tanh":
-            y = y * _sigmoid(y * tl.fma(y * y, CUBIC, LINEAR))
+            y = y * sigmoid_by_exp2(y * tl.fma(y * y, LOG2E_CUBIC, LOG2E_LINEAR))
         if FRONT[1]:
             f = factor[i]
             if KIND == "ada_norm":

@@ -20,17 +20,9 @@ from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
 from hadaquant.front import NONE
 from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants
-from hadaquant.kernels.numerics import FP32_INF_BITS, bits, global_scale_of
+from hadaquant.kernels.numerics import global_scale_of
 from hadaquant.kernels.quantize import quantize_units
-from hadaquant.kernels.quotients import (
-    LARGEST_BITS,
-    LARGEST_GLOBAL,
-    LEAST_GLOBAL,
-    SCALE,
-    mxfp4_block,
-    nvfp4_block,
-    reciprocal,
-)
+from hadaquant.kernels.quotients import LARGEST_BITS, encoded, prepared
 from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
 from hadaquant.kernels.units import load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
@@ -166,22 +158,12 @@ def quantize_blocks_fast_kernel(
     worst = tl.zeros((N,), tl.int32)
     if SCALED:
         g = opened(global_ptr, DYNAMIC)
-        worst += tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
-        hi, lo = reciprocal(g)
-        scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
+        scale, unfit = prepared(g, NORM)
+        worst += unfit
     for i in tl.static_range(EACH):
         v = widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE)
         v = rotate_unit(v, signs_ptr, ROTATION, not WAITS)
-        codes = ()
-        stored = ()
-        for j in tl.static_range(UNIT // BLOCK):
-            if SCALED:
-                c, s, largest = nvfp4_block(v, scale, j * BLOCK, NORM, E4M3)
-                worst = tl.maximum(worst, bits(largest))
-            else:
-                c, s = mxfp4_block(v, j * BLOCK, NORM, RULE)
-            codes = codes + c
-            stored = stored + (s,)
+        codes, stored, worst = encoded(v, scale, worst, NORM, BLOCK, RULE, E4M3)
         unit, place, real = _owned(first, i * N, units, rows, units_in_row, N, ACROSS, TILED, WHOLE)
         store_words(codes_ptr, unit, codes)
         store_scales(scales_ptr, place, stored, real, WHOLE)
@@ -243,16 +225,25 @@ def config(
     ``overlap``: launches may start before the last one has ended. ``dynamic``: as ``opened`` says.
     """
     return {
+        **config_of_units(format, rotation, native_e4m3, tiles, overlap),
+        "FEW": max(1, TWIN_CHANNELS // tiles["UNIT"]),
+        "FRONT": front_constants(NONE),
+        "DYNAMIC": dynamic,
+    }
+
+
+def config_of_units(
+    format: Format, rotation: Rotation, native_e4m3: bool, tiles: dict[str, int | bool], overlap: bool
+) -> dict[str, Any]:
+    """What :func:`config` has in common with that of a kernel behind a front end."""
+    return {
         **tiles,
         "BLOCK": format.block,
         "RULE": format.scale.name,
         "E4M3": native_e4m3,
         "TILE_ROWS": TILE_ROWS,
         "TILE_COLS": TILE_COLS,
-        "FEW": max(1, TWIN_CHANNELS // tiles["UNIT"]),
         "ROTATION": constants(rotation),
-        "FRONT": front_constants(NONE),
-        "DYNAMIC": dynamic,
         "OVERLAP": overlap,
         "launch_pdl": overlap,
         "num_warps": tiles["N"] // 32,

@@ -14,26 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.formats import Format
-from hadaquant.formats.spec import TILE_COLS, TILE_ROWS
+from hadaquant.formats.spec import TILE_ROWS
 from hadaquant.front import FrontEnd
 from hadaquant.kernels import quantize_blocks_fast
-from hadaquant.kernels.front import operand
+from hadaquant.kernels.front import aligned_rows, operand, row_bytes
 from hadaquant.kernels.front_units import constants as front_constants
 from hadaquant.kernels.front_units import front_unit, load_unit, moments, units_of
-from hadaquant.kernels.hadamard import constants
-from hadaquant.kernels.numerics import FP32_INF_BITS, bits
 from hadaquant.kernels.quantize import quantize_units
-from hadaquant.kernels.quantize_blocks_fast import TWIN_CHANNELS, converts_to_e4m3, store_scales, store_words
-from hadaquant.kernels.quotients import (
-    LARGEST_BITS,
-    LARGEST_GLOBAL,
-    LEAST_GLOBAL,
-    SCALE,
-    mxfp4_block,
-    nvfp4_block,
-    reciprocal,
+from hadaquant.kernels.quantize_blocks_fast import (
+    TWIN_CHANNELS,
+    config_of_units,
+    converts_to_e4m3,
+    store_scales,
+    store_words,
 )
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
+from hadaquant.kernels.quotients import LARGEST_BITS, encoded, prepared
+from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
 from hadaquant.kernels.units import rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -57,11 +53,11 @@ def _load(x_row, factor_row, shift_row, unit, UNIT: tl.constexpr, FRONT: tl.cons
 
 
 @triton.jit
-def _place(row, unit, units_in_row, ACROSS: tl.constexpr, TILED: tl.constexpr):
+def _place(row, unit, units_in_row, ACROSS: tl.constexpr, TILED: tl.constexpr, TILE_ROWS: tl.constexpr):
     """Where a unit's scales lie, in units."""
     if TILED:
-        tile = (row // 128).to(tl.int64) * tl.cdiv(units_in_row, ACROSS) + unit // ACROSS
-        return (tile * 128 + row % 32 * 4 + row % 128 // 32) * ACROSS + unit % ACROSS
+        tile = (row // TILE_ROWS).to(tl.int64) * tl.cdiv(units_in_row, ACROSS) + unit // ACROSS
+        return (tile * TILE_ROWS + row % 32 * (TILE_ROWS // 32) + row % TILE_ROWS // 32) * ACROSS + unit % ACROSS
     else:
         return row.to(tl.int64) * units_in_row + unit
 
@@ -125,9 +121,8 @@ def quantize_blocks_front_kernel(
     worst = tl.zeros((N,), tl.int32)
     if SCALED:
         g = tl.load(global_ptr)
-        worst += tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
-        hi, lo = reciprocal(g)
-        scale = (g * (1.0 / SCALE), hi, lo)
+        scale, unfit = prepared(g, 1.0)
+        worst += unfit
     words = _load(x_row, factor_row, shift_row, units_of(first, units_in_row, N, WHOLE), UNIT, FRONT)
     for i in range(EACH):
         unit = units_of(first + i * N, units_in_row, N, WHOLE)
@@ -141,22 +136,14 @@ def quantize_blocks_front_kernel(
         shift = widen_words(now[2], shift_ptr.dtype.element_ty)
         v = front_unit(v, mean, inverse, factor, shift, FRONT)
         v = rotate_unit(v, signs_ptr, ROTATION, True)
-        codes = ()
-        stored = ()
-        for j in tl.static_range(UNIT // BLOCK):
-            if SCALED:
-                c, s, largest = nvfp4_block(v, scale, j * BLOCK, 1.0, E4M3)
-                worst = tl.maximum(worst, bits(largest))
-            else:
-                c, s = mxfp4_block(v, j * BLOCK, 1.0, RULE)
-            codes = codes + c
-            stored = stored + (s,)
+        codes, stored, worst = encoded(v, scale, worst, 1.0, BLOCK, RULE, E4M3)
         store_words(codes_ptr, row.to(tl.int64) * units_in_row + unit, codes)
         place = first + i * N + tl.arange(0, N)
         if not WHOLE:
             place = tl.minimum(place, tl.cdiv(units_in_row, ACROSS) * ACROSS - 1 if TILED else units_in_row - 1)
         real = (of_scales < rows) & (place < units_in_row)
-        store_scales(scales_ptr, _place(of_scales, place, units_in_row, ACROSS, TILED), stored, real, WHOLE)
+        place = _place(of_scales, place, units_in_row, ACROSS, TILED, TILE_ROWS)
+        store_scales(scales_ptr, place, stored, real, WHOLE)
     if SCALED:  # noqa: SIM102 - known to the compiler, then to the program
         if tl.max(worst) > LARGEST_BITS:
             _again(x_row, factor_row, shift_row, mean, inverse, codes_ptr, scales_ptr, g, signs_ptr, row, first,
@@ -219,19 +206,9 @@ def config(
     ``overlap``: launches may start before the last one has ended.
     """
     return {
-        **tiles,
-        "BLOCK": format.block,
-        "RULE": format.scale.name,
-        "E4M3": native_e4m3,
-        "TILE_ROWS": TILE_ROWS,
-        "TILE_COLS": TILE_COLS,
+        **config_of_units(format, rotation, native_e4m3, tiles, overlap),
         "FEW": max(1, tiles["N"] // 32 * TWIN_CHANNELS // tiles["UNIT"]),
-        "ROTATION": constants(rotation),
         "FRONT": front_constants(front_end, tiles["UNIT"], tiles["N"], tiles["EACH"]),
-        "OVERLAP": overlap,
-        "launch_pdl": overlap,
-        "num_warps": tiles["N"] // 32,
-        **OPTIONS,
     }
 
 
@@ -245,28 +222,21 @@ def grid(tiles: dict[str, int | bool], m: int, k: int) -> tuple[int, int, int]:
 PIECE = 16
 
 
-def _in_pieces(t: Tensor) -> tuple[Tensor, int]:
-    """Rows [M, K] and their stride in pieces; a copy of rows that do not begin at a piece's."""
-    if t.data_ptr() % PIECE or t.stride(0) * t.element_size() % PIECE:
-        t = t.clone(memory_format=torch.contiguous_format)
-    return t, t.stride(0) * t.element_size() // PIECE
-
-
 def arguments(
     x: Tensor, codes: Tensor, scales: Tensor, rotation: Rotation, global_scale: Tensor | None, front_end: FrontEnd,
     unit: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The kernel's run-time arguments for x [M, K]."""
     m, k = x.shape
-    x, stride = _in_pieces(x)
+    x = aligned_rows(x, PIECE)
     tensors, sizes = [], []
     for t in front_end.tensors:
         rows, _, each = operand(t, x)
-        rows, of_rows = _in_pieces(rows)
+        rows = aligned_rows(rows, PIECE)
         tensors.append(rows)
-        sizes += [of_rows, each]
+        sizes += [row_bytes(rows) // PIECE, each]
     signs = given(rotation.signs, x)
-    return x, codes, scales, given(global_scale, x), signs, *tensors, m, k // unit, stride, *sizes
+    return x, codes, scales, given(global_scale, x), signs, *tensors, m, k // unit, row_bytes(x) // PIECE, *sizes
 
 
 def quantize_blocks_front(

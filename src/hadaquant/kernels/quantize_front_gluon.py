@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hadaquant.formats import Format
 from hadaquant.front import FrontEnd
 from hadaquant.kernels import quantize_rows_gluon
-from hadaquant.kernels.front import constants, operand
+from hadaquant.kernels.front import aligned_rows, constants, operand, row_bytes
 from hadaquant.kernels.quantize_rows_gluon import FEWER_WARPS, MOST, WARPS, quantize_row, row_shape
 from hadaquant.kernels.rows_gluon import load_row
 from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
@@ -143,19 +143,13 @@ def _launch_of(
     return Launch(quantize_front_gluon, arguments, constants, device)
 
 
-def _in_words(t: Tensor) -> tuple[Tensor, int]:
-    """Rows [M, K] and their stride in 32-bit words; a copy of rows that do not begin where wide loads may."""
-    if t.data_ptr() % 16 or t.stride(0) * t.element_size() % (4 * WORDS):
-        t = t.clone(memory_format=torch.contiguous_format)
-    return t, t.stride(0) * t.element_size() // 4
-
-
 def _operand(t: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
     """A factor or shift: tensor, row stride in words, rows of x for each of its own."""
     if t is None:
         return x, 0, 1
     rows, _, each = operand(t, x)
-    return *_in_words(rows), each
+    rows = aligned_rows(rows, 4 * WORDS)
+    return rows, row_bytes(rows) // 4, each
 
 
 def quantize_front(
@@ -163,7 +157,7 @@ def quantize_front(
 ) -> None:
     """Fill codes and scales of x [M, K]."""
     m, k = x.shape
-    x, stride = _in_words(x)
+    x = aligned_rows(x, 4 * WORDS)
     factor, *of_factor = _operand(front_end.factor, x)
     shift, *of_shift = _operand(front_end.shift, x)
     described = (rotation.kind, rotation.group, rotation.signs is not None)
@@ -174,4 +168,4 @@ def quantize_front(
         grid = max(grid[0], -(-m // ROWS_EACH)), 1, 1
     with on(x.device):
         signs = given(rotation.signs, x)
-        launch(grid, x, codes, scales, signs, factor, shift, m, stride, *of_factor, *of_shift)
+        launch(grid, x, codes, scales, signs, factor, shift, m, row_bytes(x) // 4, *of_factor, *of_shift)

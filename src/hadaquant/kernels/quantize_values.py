@@ -15,7 +15,6 @@ from torch import Tensor
 from hadaquant.formats import Format
 from hadaquant.kernels.hadamard import constants
 from hadaquant.kernels.numerics import (
-    FP32_INF_BITS,
     bits,
     choose,
     decode_e2m1,
@@ -28,13 +27,11 @@ from hadaquant.kernels.numerics import (
 from hadaquant.kernels.quantize_blocks_fast import converts_to_e4m3, opened, store_words
 from hadaquant.kernels.quotients import (
     LARGEST_BITS,
-    LARGEST_GLOBAL,
-    LEAST_GLOBAL,
     SCALE,
     bytes_of,
     mxfp4_quotients,
     nvfp4_quotients,
-    reciprocal,
+    prepared,
     rounded_value,
 )
 from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on
@@ -140,9 +137,8 @@ def quantize_values_kernel(
     worst = tl.zeros((N,), tl.int32)
     if SCALED:
         g = opened(global_ptr, DYNAMIC)
-        worst += tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
-        hi, lo = reciprocal(g)
-        scale = (g * (1.0 / (SCALE * NORM)), hi, lo)
+        scale, unfit = prepared(g, NORM)
+        worst += unfit
     for i in tl.static_range(EACH):
         v = rotate_unit(widen_words(words[i * WORDS : (i + 1) * WORDS], DTYPE), signs_ptr, ROTATION, not WAITS)
         out = ()

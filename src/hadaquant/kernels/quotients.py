@@ -12,7 +12,7 @@ quotient tells.
 import triton
 import triton.language as tl
 
-from hadaquant.kernels.numerics import bits, choose, decode_e4m3, encode_e4m3, from_bits
+from hadaquant.kernels.numerics import FP32_INF_BITS, bits, choose, decode_e4m3, encode_e4m3, from_bits
 from hadaquant.kernels.units import largest_magnitude
 
 #: 1/6 in two terms.
@@ -113,6 +113,14 @@ def _pack(h, FIRST: tl.constexpr, SATURATE: tl.constexpr):
 
 
 @triton.jit
+def prepared(g, NORM: tl.constexpr):
+    """What blocks take of a global scale, and int32 that is above LARGEST_BITS where they do not hold for it."""
+    unfit = tl.where((g >= LEAST_GLOBAL) & (g <= LARGEST_GLOBAL), 0, FP32_INF_BITS)
+    hi, lo = reciprocal(g)
+    return (g * (1.0 / (SCALE * NORM)), hi, lo), unfit
+
+
+@triton.jit
 def nvfp4_quotients(v, g, FIRST: tl.constexpr, NORM: tl.constexpr, E4M3: tl.constexpr):
     """16 channels -> scaled quotients, scale byte, its float32, largest scaled quotient. v still lacks NORM."""
     amax = largest_magnitude(v, FIRST, 16)
@@ -160,3 +168,22 @@ def mxfp4_block(v, FIRST: tl.constexpr, NORM: tl.constexpr, RULE: tl.constexpr):
     for i in tl.static_range(4):
         words = words + (tl.where(stored == 255, 0, _pack(h, 8 * i, RULE == "e8m0_floor")),)
     return words, stored
+
+
+@triton.jit
+def encoded(v, scale, worst, NORM: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, E4M3: tl.constexpr):
+    """A unit -> code words and scale bytes of its blocks, and worst, the bits of the largest scaled quotient so far.
+
+    v is still to be multiplied by NORM; scale: of NVFP4, as :func:`prepared` gives it.
+    """
+    codes = ()
+    stored = ()
+    for j in tl.static_range(len(v) // BLOCK):
+        if RULE == "e4m3_global":
+            c, s, largest = nvfp4_block(v, scale, j * BLOCK, NORM, E4M3)
+            worst = tl.maximum(worst, bits(largest))
+        else:
+            c, s = mxfp4_block(v, j * BLOCK, NORM, RULE)
+        codes = codes + c
+        stored = stored + (s,)
+    return codes, stored, worst
