@@ -10,7 +10,16 @@ from hadaquant.rotation import Rotation, parse
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from hadaquant.kernels import epilogue, gemm, gemm_int8_hopper, gemm_int8_small, quantize, quantize_rows_gluon, rotate
+from hadaquant.kernels import (
+    epilogue,
+    gemm,
+    gemm_int8_ahead,
+    gemm_int8_hopper,
+    gemm_int8_small,
+    quantize,
+    quantize_rows_gluon,
+    rotate,
+)
 from hadaquant.kernels.runtime import OPTIONS
 
 from .compiling import SHARED_LIMIT, TARGETS, compile_for
@@ -135,13 +144,40 @@ def test_rows_in_gluon(target, spec, k):
     check(compile_for(quantize_rows_gluon.quantize_rows_gluon, rows, arguments, target), target)
 
 
+def matrix(dtype: str, *block: int) -> str:
+    """The type of a descriptor of a matrix."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), {"i8": gl.int8, "bf16": gl.bfloat16}[dtype])
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+#: What a block of sm_90 may use.
+HOPPER_SHARED = 227 * 1024
+
+
+@pytest.mark.parametrize("tile", gemm_int8_ahead.TILES, ids=str)
+@pytest.mark.parametrize("m", [5, 40, 300])
+def test_hopper_product_of_few_rows(tile, m):
+    arguments = gemm_int8_ahead.config(m, tile, True, at_rest=True)
+    parameters = {
+        "x_desc": matrix("i8", arguments["BOX"], arguments["BK"]),
+        "w_desc": matrix("i8", tile[1], arguments["BK"]),
+        "sx_ptr": "*fp32",
+        "sw_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "y_ptr": "*bf16",
+    }
+    usage = compile_for(gemm_int8_ahead.int8_mm_ahead, parameters, arguments, "sm_90")
+    assert usage.spills == 0
+    assert usage.shared <= HOPPER_SHARED
+    # the first weights are asked for before the kernel ahead has ended
+    assert usage.text.index("cp.async.bulk.tensor") < usage.text.index("griddepcontrol.wait")
+
+
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_hopper_product(cut):
     from triton.experimental.gluon import language as gl
-
-    def matrix(dtype: str, *block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), {"i8": gl.int8, "bf16": gl.bfloat16}[dtype])
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
     def vector(n: int) -> str:
         return f"tensordesc<fp32[{n}],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
@@ -164,4 +200,4 @@ def test_hopper_product(cut):
         arguments[name] = None
     usage = compile_for(gemm_int8_hopper.int8_mm_hopper, parameters, arguments, "sm_90")
     assert usage.spills == 0
-    assert usage.shared <= 227 * 1024  # what a block of sm_90 may use
+    assert usage.shared <= HOPPER_SHARED

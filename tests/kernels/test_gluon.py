@@ -65,36 +65,64 @@ def test_rows_of_any_bf16_values():
     )
 
 
-def check_product(m: int, n: int, k: int, bias: bool, dtype: torch.dtype = torch.bfloat16, programs: int = 0) -> None:
-    from hadaquant.kernels.gemm_int8_hopper import int8_mm
-
+def check_product(int8_mm, m: int, n: int, k: int, bias: bool, dtype: torch.dtype = torch.bfloat16, **how) -> None:
     gen = torch.Generator(device="cuda").manual_seed(m)
     x, w = (torch.randint(-127, 128, (r, k), dtype=torch.int8, device="cuda", generator=gen) for r in (m, n))
     sx, sw = (torch.rand(r, device="cuda", generator=gen) + 0.5 for r in (m, n))
     b = torch.randn(n, device="cuda", generator=gen).to(dtype) if bias else None
-    y = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
-    int8_mm(x, sx, w, sw, b, y, programs)
-    acc = torch._int_mm(x, w.T) if m > 16 else x.cpu().long() @ w.cpu().long().T
-    oracle = acc.cuda().float() * sx[:, None] * sw[None, :]
+    y = torch.full((m + 1, n), float("nan"), dtype=dtype, device="cuda")
+    int8_mm(x, sx, w, sw, b, y[:m], **how)
+    # sums of products below 2**53 are exact in float64
+    oracle = (x.double() @ w.double().T).float() * sx[:, None] * sw[None, :]
     oracle = oracle + b.float() if b is not None else oracle
-    assert torch.equal(y, oracle.to(dtype))
+    assert torch.equal(y[:m], oracle.to(dtype))
+    assert y[m].isnan().all()
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+
+
+@hopper
+class TestHopperProductOfFewRows:
+    @pytest.mark.parametrize("tile", [(64, 32), (64, 64), (64, 128), (128, 128)], ids=str)
+    @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 40, 63, 64, 65, 100, 127, 128, 129, 200, 515])
+    def test_bitwise(self, tile, m):
+        from hadaquant.kernels.gemm_int8_ahead import int8_mm
+
+        # N that ends within a tile; K of fewer steps than stages, of more, and that ends within a step
+        for n, k in ((33, 16), (512, 1024), (520, 4304), (129, 256 * 21)):
+            check_product(int8_mm, m, n, k, n % 2 == 0, tile=tile)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_other_outputs(self, dtype):
+        from hadaquant.kernels.gemm_int8_ahead import int8_mm
+
+        check_product(int8_mm, 100, 520, 272, True, dtype, tile=(64, 64))
+
+
+@hopper
 class TestHopperProduct:
+    @property
+    def int8_mm(self):
+        from hadaquant.kernels.gemm_int8_hopper import int8_mm
+
+        return int8_mm
+
     @pytest.mark.parametrize("shape", [(128, 256, 128), (1100, 1544, 1296), (4608, 3072, 1024), (64, 8, 16)], ids=str)
     @pytest.mark.parametrize("bias", [False, True])
     def test_bitwise(self, shape, bias):
-        check_product(*shape, bias)
+        check_product(self.int8_mm, *shape, bias)
 
     @pytest.mark.parametrize("programs", [3, 5, 7])
     def test_many_tiles_a_program(self, programs):
         # a wrong stage freed deadlocks only where a program has more than one tile; 5 and 7 cut the last wave
-        check_product(1100, 1544, 1296, True, programs=programs)
+        check_product(self.int8_mm, 1100, 1544, 1296, True, programs=programs)
 
     def test_float16(self):
-        check_product(300, 520, 272, True, torch.float16)
+        check_product(self.int8_mm, 300, 520, 272, True, torch.float16)
 
     @pytest.mark.parametrize("shape", [(4608, 3072, 1024), (2304, 3072, 512)], ids=str)
     def test_cut_tiles(self, shape):
-        check_product(*shape, True)
+        check_product(self.int8_mm, *shape, True)

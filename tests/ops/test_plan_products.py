@@ -49,7 +49,8 @@ def test_b4_auto_takes_cublas_from_blackwell_on(target):
 @pytest.mark.parametrize("m", [1, 16, 64, 4096])
 def test_b4_auto_takes_triton_on_hopper_and_below_and_on_amd(target, m):
     found = product(target, m)
-    assert found.fast and found.kernel in ("int8_gemv", "int8_few_rows", "int8_mm", "int8_mm_hopper")
+    triton = {"int8_gemv", "int8_mm_ahead", "int8_few_rows", "int8_mm", "int8_mm_hopper"}
+    assert found.fast and found.kernel in triton
     assert {"int8_cublas", "int8_bf16", "int8_sgl"} <= dict(found.rejected).keys()
 
 
@@ -176,6 +177,30 @@ def test_fp4_the_portable_kernel_takes_the_rest(m):
     assert fp4("gfx942", m).kernel == "fp4_mm"
     odd = fp4("sm_90", m, k=4112)
     assert odd.kernel == "fp4_unpacked" and "K=4112" in why_not(odd, "fp4_gemv")
+
+
+@pytest.mark.parametrize(("m", "n", "tile"), [(3, 4096, (64, 32)), (64, 4096, (64, 32)), (65, 4096, (64, 64)),
+                                              (256, 4096, (64, 128)), (64, 14336, (64, 128)),
+                                              (512, 4096, (128, 128))])  # fmt: skip
+def test_int8_tiles_on_hopper_are_the_smallest_with_a_multiprocessor_each(m, n, tile):
+    found = product("sm_90", m, n)
+    assert (found.kernel, found.tile) == ("int8_mm_ahead", tile)
+    programs = -(-m // tile[0]) * -(-n // tile[1])
+    assert programs <= get_target("sm_90").multiprocessors
+    assert "sm_90" in why_not(product("sm_100", m, n), "int8_mm_ahead")
+
+
+def test_int8_products_that_tma_cannot_feed_or_that_are_too_large():
+    assert "K=4104" in why_not(product("sm_90", 64, k=4104), "int8_mm_ahead")
+    assert "more 128x128 tiles" in why_not(product("sm_90", 4096), "int8_mm_ahead")
+    assert product("sm_90", 2).kernel == "int8_gemv"
+
+
+def test_int8_tiles_of_plan_and_kernel_are_the_same():
+    pytest.importorskip("triton")
+    from hadaquant.kernels.gemm_int8_ahead import TILES
+
+    assert tuple(TILES) == candidates.AHEAD_TILES
 
 
 @pytest.mark.parametrize(("m", "n", "tile"), [(8, 4096, (8, 16)), (16, 4096, (16, 16)), (16, 14336, (16, 32)),

@@ -96,6 +96,7 @@ def _few_rows(
     shape: tuple[int, int, int], out: torch.dtype, bias: torch.dtype | None, device: torch.device, _: object
 ) -> Product:
     config = gemm_int8_small.few_rows_config(launches_overlap(device))
+    config |= overlapping(config)
     programs = triton.cdiv(shape[1], config["BN"])
     return _tiles(gemm_int8_small.few_rows_kernel, config, programs, shape, out, bias, device)
 
@@ -108,7 +109,31 @@ def _mm(
     tile: tuple[int, int] | None,
 ) -> Product:
     programs, config = gemm.int8_programs(shape[0], shape[1], tile, device)
-    return _tiles(gemm.int8_mm_kernel, config, programs, shape, out, bias, device)
+    return _tiles(gemm.int8_mm_kernel, config | overlapping(config), programs, shape, out, bias, device)
+
+
+def _ahead(
+    shape: tuple[int, int, int],
+    out: torch.dtype,
+    bias: torch.dtype | None,
+    device: torch.device,
+    tile: tuple[int, int],
+) -> Product:
+    from hadaquant.kernels.gemm_int8_ahead import config, descriptors, int8_mm_ahead, programs_of
+
+    x_address, w_address = Address(torch.int8), Address(torch.int8)
+    tiles = descriptors(x_address, w_address, shape, tile)
+    arguments = (*tiles, torch.float32, torch.float32, bias or out, out, *shape)
+    # ahead of it x is quantized, by a kernel that lets it start when all before is done
+    launch = Launch(int8_mm_ahead, arguments, config(shape[0], tile, bias is not None, at_rest=True), device)
+    grid, turn = (programs_of(*shape[:2], tile), 1, 1), threading.Lock()
+
+    def product(x: int, sx: int, w: int, sw: int, b: int, y: int) -> None:
+        with turn:  # the descriptors are encoded while it is launched
+            x_address.value, w_address.value = x, w
+            launch(grid, *tiles, sx, sw, b or y, y, *shape)
+
+    return product
 
 
 def _tiles(
@@ -120,7 +145,7 @@ def _tiles(
     bias: torch.dtype | None,
     device: torch.device,
 ) -> Product:
-    config |= {"HAS_BIAS": bias is not None, **overlapping(config)}
+    config |= {"HAS_BIAS": bias is not None}
     launch = Launch(kernel, (*_types(out, bias), *shape), config, device)
 
     def product(x: int, sx: int, w: int, sw: int, b: int, y: int) -> None:
@@ -153,5 +178,6 @@ _PRODUCTS: dict[str, Callable[..., Product]] = {
     "int8_gemv": _gemv,
     "int8_few_rows": _few_rows,
     "int8_mm": _mm,
+    "int8_mm_ahead": _ahead,
     "int8_mm_hopper": _hopper,
 }

@@ -187,6 +187,10 @@ def scaled_mm(
         from hadaquant.kernels.gemm_int8_hopper import int8_mm
 
         int8_mm(x, sx, w, sw, bias, y)
+    elif kernel == "int8_mm_ahead":
+        from hadaquant.kernels import gemm_int8_ahead
+
+        gemm_int8_ahead.int8_mm(x, sx, w, sw, bias, y, tile or (128, 128))
     elif kernel in ("int8_gemv", "int8_few_rows"):
         from hadaquant.kernels.gemm_int8_small import few_rows, gemv
 

@@ -10,7 +10,7 @@ The roof is the bfloat16 matrix units: 2·M·N·K operations at 989 Tflop/s (H20
 practice the power limit. Needs K % 32 == 0, N % 8 == 0 and 16-byte aligned bases.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +32,8 @@ from hadaquant.kernels.fp4_words import decode_nibble, paired_scales
 from hadaquant.kernels.gemm_fp4 import unpack_words
 from hadaquant.kernels.gemm_fp4_parts import add_parts
 from hadaquant.kernels.gemm_int8_hopper import tile_of
-from hadaquant.kernels.runtime import OPTIONS, Address, given, launches_overlap, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, multiprocessors, on
+from hadaquant.kernels.tma import Base, matrix
 from hadaquant.layout import NIBBLE_SPAN
 
 BN = 128
@@ -239,7 +240,9 @@ def fp4_mm_hopper(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     if OVERLAP:
-        gdc_launch_dependents()
+        # the adding of slices may start at once; any other kernel's programs would be placed unevenly
+        if SPLIT > 1:
+            gdc_launch_dependents()
         if not AT_REST:
             gdc_wait()
     tiles_m = gl.cdiv(M, BM)
@@ -290,14 +293,6 @@ def config(
     }
 
 
-def _matrix(base: Tensor | Address, rows: int, columns: int, block: list[int], element: Any) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return TensorDescriptor(base, [rows, columns], [columns, 1], block, layout)
-
-
-Base = TypeVar("Base", Tensor, Address)
-
-
 def descriptors(
     x: Base, w: Base, y: Base, shape: tuple[int, int, int], rows: int, cut: int
 ) -> tuple[TensorDescriptor | None, ...]:
@@ -306,11 +301,11 @@ def descriptors(
     width = triton.cdiv(k, NIBBLE_SPAN) * NIBBLE_SPAN
     out = gl.bfloat16 if y.dtype == torch.bfloat16 else gl.float16
     return (
-        _matrix(x, m, width, [rows, 64], gl.bfloat16),
-        _matrix(x, m, width, [rows // cut, 64], gl.bfloat16) if cut > 1 else None,
-        _matrix(w, n, k // 8, [BN // 2, NIBBLE_SPAN // 8], gl.int32),
-        _matrix(y, m, n, [rows, BN // 2], out),
-        _matrix(y, m, n, [rows // cut, BN // 2], out) if cut > 1 else None,
+        matrix(x, m, width, [rows, 64], gl.bfloat16),
+        matrix(x, m, width, [rows // cut, 64], gl.bfloat16) if cut > 1 else None,
+        matrix(w, n, k // 8, [BN // 2, NIBBLE_SPAN // 8], gl.int32),
+        matrix(y, m, n, [rows, BN // 2], out),
+        matrix(y, m, n, [rows // cut, BN // 2], out) if cut > 1 else None,
     )
 
 

@@ -11,7 +11,7 @@ practice the power limit. Needs K % 16 == 0, N % 8 == 0 and 16-byte aligned base
 ragged M and N are clipped by TMA, which also reads zeros beyond K.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -26,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from hadaquant.kernels.runtime import OPTIONS, Address, given, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, given, multiprocessors, on
+from hadaquant.kernels.tma import Base, matrix, vector
 
 BM, BN, BK, STAGES = 128, 256, 128, 4
 #: Rows of tiles that are walked together, for reuse in the L2 cache.
@@ -202,8 +203,8 @@ def int8_mm_hopper(
     mbarrier.init(scales_full.index(0), count=1)
     mbarrier.init(scales_empty.index(0), count=2)
     fence_async_shared()
-    # all above needs nothing of the kernel ahead
-    gdc_launch_dependents()
+    # All above needs nothing of the kernel ahead. The next one may start as this one's programs end, no sooner: its
+    # own would be placed where there happens to be room, unevenly.
     gdc_wait()
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
@@ -259,19 +260,6 @@ def programs_of(m: int, n: int, multiprocessors: int) -> tuple[int, int]:
     return (min(multiprocessors, tiles) if cut == 1 else multiprocessors), cut
 
 
-def _matrix(base: Tensor | Address, rows: int, columns: int, block: list[int], element: Any) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return TensorDescriptor(base, [rows, columns], [columns, 1], block, layout)
-
-
-def _vector(base: Tensor | Address, n: int, block: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(base, [n], [1], [block], layout)
-
-
-Base = TypeVar("Base", Tensor, Address)
-
-
 def descriptors(
     x: Base, sx: Base, w: Base, sw: Base, y: Base, shape: tuple[int, int, int], cut: int
 ) -> tuple[TensorDescriptor | None, ...]:
@@ -279,14 +267,14 @@ def descriptors(
     m, n, k = shape
     out = gl.bfloat16 if y.dtype == torch.bfloat16 else gl.float16
     return (
-        _matrix(x, m, k, [BM // 2, BK], gl.int8),
-        _matrix(w, n, k, [BN, BK], gl.int8),
-        _matrix(w, n, k, [BN // cut, BK], gl.int8) if cut > 1 else None,
-        _matrix(y, m, n, [BM // 2, BN // 2], out),
-        _matrix(y, m, n, [BM // 2, BN // cut], out) if cut > 2 else None,
-        _vector(sx, m, BM),
-        _vector(sw, n, BN),
-        _vector(sw, n, BN // cut) if cut > 1 else None,
+        matrix(x, m, k, [BM // 2, BK], gl.int8),
+        matrix(w, n, k, [BN, BK], gl.int8),
+        matrix(w, n, k, [BN // cut, BK], gl.int8) if cut > 1 else None,
+        matrix(y, m, n, [BM // 2, BN // 2], out),
+        matrix(y, m, n, [BM // 2, BN // cut], out) if cut > 2 else None,
+        vector(sx, m, BM),
+        vector(sw, n, BN),
+        vector(sw, n, BN // cut) if cut > 1 else None,
     )
 
 

@@ -244,6 +244,10 @@ class RotatedLinear(nn.Module):
 
     def _product(self, x: Tensor, front_end: FrontEnd, dtype: torch.dtype) -> Tensor:
         group = None if torch.compiler.is_compiling() else self.input_group
+        if front_end is NONE and group is None and self.activations != "full" and unwatched(x):
+            y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
+            if y is not None:
+                return y
         w = (self.codes, self.scales, self.global_scale)
         how = (self.bias, self.format.name, dtype, self.backend)
         if self.activations == "full":
@@ -254,10 +258,6 @@ class RotatedLinear(nn.Module):
             else:
                 h, _, _ = group.quantize(self.input_member, x, front_end, self._quantize_input)
             return op("weight_mm", h)(h, *w, *how, by_nibble)
-        if front_end is NONE and group is None and unwatched(x):
-            y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
-            if y is not None:
-                return y
         if group is None:
             codes, scales, g = self._quantize_input(x, front_end)
         else:

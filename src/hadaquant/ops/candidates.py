@@ -65,29 +65,43 @@ def small_tile(m: int, n: int, target: Target) -> tuple[int, int] | None:
     return None
 
 
+_WARPGROUPS = "it is written for the warpgroup instructions of sm_90"
+#: Tiles of the Hopper product of few rows, the best first where every program has a multiprocessor for itself.
+AHEAD_TILES = ((64, 32), (64, 64), (64, 128), (128, 128))
+
+
+def ahead_tile(m: int, n: int, target: Target) -> tuple[int, int] | None:
+    """The first of :data:`AHEAD_TILES` of which each multiprocessor has one at most."""
+    for rows, columns in AHEAD_TILES:
+        if -(-m // rows) * -(-n // columns) <= target.multiprocessors:
+            return rows, columns
+    return None
+
+
 def _int8_candidates(target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> list[Candidate]:
     nvidia = None if target.vendor == "nvidia" else "it is written in NVIDIA's instructions"
     gemv = nvidia or (f"M={m} is above {GEMV_ROWS}" if m > GEMV_ROWS else None) or (f"K={k} % 4" if k % 4 else None)
     few = nvidia or (f"M={m} is above {FEW_ROWS}" if m > FEW_ROWS else None)
     if not few and -(-n // 16) > 2 * target.multiprocessors:
         few = f"N={n} fills the multiprocessors without slicing K"
-    hopper = None
-    if target.name != "sm_90":
-        hopper = "it is written for the warpgroup instructions of sm_90"
-    elif small_tile(m, n, target) is not None:
-        hopper = f"M={m}, N={n} are too few 128x256 tiles to fill the multiprocessors"
-    elif k % 16 or n % 8:
-        hopper = f"TMA needs K % 16 == 0 and N % 8 == 0, not K={k}, N={n}"
-    elif out_dtype not in (torch.bfloat16, torch.float16):
-        hopper = f"its staging buffers hold 16-bit outputs, not {out_dtype}"
     # of the kernels on int8 matrix units
     slow = None if target.int8_units else f"the int8 units of {target} are slower than its bfloat16 units"
     return [
         Candidate(kernel="int8_gemv", why="four products an instruction, each weight read once", refusal=gemv),
         Candidate(
+            kernel="int8_mm_ahead",
+            why="warpgroup matrix units fed by TMA, weights on their way before x is there",
+            refusal=_ahead_refusal(target, m, n, k),
+            tile=ahead_tile(m, n, target),
+        ),
+        Candidate(
             kernel="int8_few_rows", why="warps take slices of K, each weight read once", refusal=few, unasked=slow
         ),
-        Candidate(kernel="int8_mm_hopper", why="warpgroup matrix units fed by TMA, exact int32 sums", refusal=hopper),
+        Candidate(
+            kernel="int8_mm_hopper",
+            why="warpgroup matrix units fed by TMA, exact int32 sums",
+            refusal=_int8_hopper_refusal(target, m, n, k, out_dtype),
+        ),
         _cublas(target, m, n, k, slow),
         _bf16(target, slow),
         Candidate(
@@ -98,6 +112,28 @@ def _int8_candidates(target: Target, m: int, n: int, k: int, out_dtype: torch.dt
         ),
         _sgl(target, n, k, out_dtype),
     ]
+
+
+def _ahead_refusal(target: Target, m: int, n: int, k: int) -> str | None:
+    if target.name != "sm_90":
+        return _WARPGROUPS
+    if k % 16:
+        return f"TMA needs K % 16 == 0, not K={k}"
+    if ahead_tile(m, n, target) is None:
+        return f"M={m}, N={n} are more 128x128 tiles than multiprocessors"
+    return None
+
+
+def _int8_hopper_refusal(target: Target, m: int, n: int, k: int, out_dtype: torch.dtype) -> str | None:
+    if target.name != "sm_90":
+        return _WARPGROUPS
+    if small_tile(m, n, target) is not None:
+        return f"M={m}, N={n} are too few 128x256 tiles to fill the multiprocessors"
+    if k % 16 or n % 8:
+        return f"TMA needs K % 16 == 0 and N % 8 == 0, not K={k}, N={n}"
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"its staging buffers hold 16-bit outputs, not {out_dtype}"
+    return None
 
 
 def _cublas(target: Target, m: int, n: int, k: int, slow: str | None) -> Candidate:
@@ -171,7 +207,7 @@ def packed_refusal(format: Format, target: Target, k: int) -> str | None:
 def hopper_refusal(packed: str | None, target: Target, n: int, out_dtype: torch.dtype) -> str | None:
     """What speaks against Hopper's product of packed weights. ``packed``: of :func:`packed_refusal`."""
     if target.name != "sm_90":
-        return "it is written for the warpgroup instructions of sm_90"
+        return _WARPGROUPS
     if not packed and n % 8:
         return f"TMA needs N % 8 == 0, not N={n}"
     if not packed and out_dtype not in (torch.bfloat16, torch.float16):

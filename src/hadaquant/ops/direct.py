@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hadaquant.formats import get_format
+from hadaquant.formats import Format, get_format
 from hadaquant.ops.options import resolve_backend
 from hadaquant.ops.plan import plan_amax, plan_quantize, plan_scaled_mm
 from hadaquant.ops.target import target_of
@@ -22,7 +22,7 @@ from hadaquant.rotation import trusted
 Call = Callable[[Tensor, tuple[Tensor | None, ...], tuple[int, ...]], Tensor]
 #: Products that can follow a kernel that quantizes x.
 _PRODUCTS: dict[str, tuple[str, ...]] = {
-    "quantize_rows_gluon": ("int8_gemv", "int8_few_rows", "int8_mm", "int8_mm_hopper"),
+    "quantize_rows_gluon": ("int8_gemv", "int8_mm_ahead", "int8_few_rows", "int8_mm", "int8_mm_hopper"),
     "quantize_blocks_fast": ("fp4_gemv", "fp4_value_rows", "fp4_mm_hopper"),
 }
 #: Stands for signs, of which only is asked whether there are any.
@@ -50,28 +50,27 @@ def direct_linear(
     then copy it, or say what is wrong with it.
     """
     w, sw, bias, signs = tensors["codes"], tensors["scales"], tensors["bias"], tensors["signs"]
-    globals = tensors["global_scale"], tensors["input_global_scale"]
+    gw, gx = tensors["global_scale"], tensors["input_global_scale"]
     if w is None or sw is None:
         return None
-    f, n, k = get_format(format), w.shape[0], x.shape[-1]
-    m = x.numel() // k
-    dynamic = f.has_global_scale and globals[1] is None
-    key = (rotation, signs is not None, m, n, k, x.dtype, dtype, None if bias is None else bias.dtype, dynamic)
-    call = _prepared(format, resolve_backend(backend), x.device, *key) if m and n else None
-    if call is None or not (
-        x.is_contiguous()
-        and not x.data_ptr() % 16
-        and w.shape == f.codes_shape((n, k))
-        and sw.shape == f.scales_shape((n, k))
-        and (bias is None or bias.shape == (n,))
-        and all(_fits(t, x.device) for t in (w, sw, *globals, bias, signs) if t is not None)
-    ):
+    n, k, elements = w.shape[0], x.shape[-1], x.numel()
+    if not n or not elements:
         return None
-    return call(x, (w, sw, *globals, bias, signs), (*x.shape[:-1], n))
+    key = (rotation, signs is not None, elements // k, n, k, x.dtype, dtype, None if bias is None else bias.dtype)
+    call, *shapes = _prepared(format, resolve_backend(backend), x.device, *key, gx is None)
+    if call is None or not x.is_contiguous() or x.data_ptr() % 16 or [w.shape, sw.shape] != shapes:
+        return None
+    if bias is not None and bias.shape != (n,):
+        return None
+    device = x.get_device()
+    for t in (w, sw, gw, gx, bias, signs):
+        if t is not None and not _fits(t, device):
+            return None
+    return call(x, (w, sw, gw, gx, bias, signs), (*x.shape[:-1], n))
 
 
-def _fits(t: Tensor, device: torch.device) -> bool:
-    return type(t) is nn.Parameter and t.device == device and t.is_contiguous() and not t.data_ptr() % 16
+def _fits(t: Tensor, device: int) -> bool:
+    return type(t) is nn.Parameter and t.get_device() == device and t.is_contiguous() and not t.data_ptr() % 16
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,17 +87,34 @@ def _prepared(
     y_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     dynamic: bool,
+) -> tuple[Call | None, tuple[int, ...], tuple[int, ...]]:
+    """The call, and the shapes that the weight's codes and scales must have."""
+    f = get_format(format)
+    call = _call(f, backend, device, rotation, signed, (m, n, k), (x_dtype, y_dtype, bias_dtype), dynamic)
+    return call, f.codes_shape((n, k)), f.scales_shape((n, k))
+
+
+def _call(
+    f: Format,
+    backend: str,
+    device: torch.device,
+    rotation: str,
+    signed: bool,
+    shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    dynamic: bool,
 ) -> Call | None:
-    f, target, r = get_format(format), target_of(device), trusted(rotation, _SIGNS if signed else None, None)
-    quantize = plan_quantize(f, r, target, backend, dtype=x_dtype, k=k)
-    product = plan_scaled_mm(f, target, backend, m=m, n=n, k=k, out_dtype=y_dtype)
+    (m, n, k), target = shape, target_of(device)
+    r = trusted(rotation, _SIGNS if signed else None, None)
+    quantize = plan_quantize(f, r, target, backend, dtype=dtypes[0], k=k)
+    product = plan_scaled_mm(f, target, backend, m=m, n=n, k=k, out_dtype=dtypes[1])
     if product.kernel not in _PRODUCTS.get(quantize.kernel, ()):
         return None
     if product.kernel == "fp4_mm_hopper" and k % 128:
         return None  # its x has whole spans of columns, which quantizing does not pad
+    dynamic = dynamic and f.has_global_scale
     if dynamic and plan_amax(r, target, backend, k=k).kernel != "amax_fast":
         return None
-    shape, dtypes = (m, n, k), (x_dtype, y_dtype, bias_dtype)
     if f.block is None:
         from hadaquant.kernels.direct import DirectLinear
 
