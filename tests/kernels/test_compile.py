@@ -177,24 +177,18 @@ def test_hopper_product_of_few_rows(tile, m):
 
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_hopper_product(cut):
-    from triton.experimental.gluon import language as gl
-
-    def vector(n: int) -> str:
-        return f"tensordesc<fp32[{n}],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
-
     parameters = {
         "x_desc": matrix("i8", 64, 128),
         "w_desc": matrix("i8", 256, 128),
         "w_cut_desc": matrix("i8", 256 // cut, 128),
         "y_desc": matrix("bf16", 64, 128),
         "y_cut_desc": matrix("bf16", 64, min(128, 256 // cut)),
-        "sx_desc": vector(128),
-        "sw_desc": vector(256),
-        "sw_cut_desc": vector(256 // cut),
+        "sx_ptr": "*fp32",
+        "sw_ptr": "*fp32",
         "bias_ptr": "*bf16",
     }
     arguments = gemm_int8_hopper.config(cut, True)
-    absent = {1: ("w_cut_desc", "y_cut_desc", "sw_cut_desc"), 2: ("y_cut_desc",)}.get(cut, ())
+    absent = {1: ("w_cut_desc", "y_cut_desc"), 2: ("y_cut_desc",)}.get(cut, ())
     for name in absent:
         del parameters[name]
         arguments[name] = None

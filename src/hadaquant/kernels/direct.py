@@ -160,16 +160,17 @@ def _hopper(
     from hadaquant.kernels.gemm_int8_hopper import config, descriptors, int8_mm_hopper, programs_of
 
     programs, cut = programs_of(shape[0], shape[1], multiprocessors(device))
-    addresses = tuple(Address(t) for t in (torch.int8, torch.float32, torch.int8, torch.float32, out))
-    arguments = (*descriptors(*addresses, shape, cut), bias or out, *shape)
+    addresses = tuple(Address(t) for t in (torch.int8, torch.int8, out))
+    tiles = descriptors(*addresses, shape, cut)
+    arguments = (*tiles, torch.float32, torch.float32, bias or out, *shape)
     launch = Launch(int8_mm_hopper, arguments, config(cut, bias is not None), device)
     turn = threading.Lock()
 
     def product(x: int, sx: int, w: int, sw: int, b: int, y: int) -> None:
         with turn:  # the descriptors are encoded while it is launched
-            for address, value in zip(addresses, (x, sx, w, sw, y), strict=True):
+            for address, value in zip(addresses, (x, w, y), strict=True):
                 address.value = value
-            launch((programs, 1, 1), *arguments[:-4], b or y, *shape)
+            launch((programs, 1, 1), *tiles, sx, sw, b or y, *shape)
 
     return product
 

@@ -143,10 +143,10 @@ def int8_mm_ahead(
 #: Channels a step, stages of x and of the weight, and how many of the weight's are asked for before x (raced on an
 #: H200), of the tiles in the order in which they are tried.
 TILES: dict[tuple[int, int], tuple[int, int, int, int]] = {
-    (64, 32): (256, 6, 8, 4),
-    (64, 64): (256, 5, 8, 6),
-    (64, 128): (256, 4, 4, 4),
-    (128, 128): (128, 5, 5, 5),
+    (64, 32): (256, 6, 8, 3),
+    (64, 64): (256, 5, 8, 4),
+    (64, 128): (256, 4, 4, 2),
+    (128, 128): (128, 6, 6, 3),
 }
 #: Fewest rows of a box: a block of the layout in shared memory.
 _LEAST_BOX = 8

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -29,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from hadaquant.kernels.runtime import OPTIONS, given, multiprocessors, on
-from hadaquant.kernels.tma import Base, matrix, vector
+from hadaquant.kernels.tma import Base, matrix
 
 BM, BN, BK, STAGES = 128, 256, 128, 4
 #: Rows of tiles that are walked together, for reuse in the L2 cache.
@@ -46,11 +47,12 @@ def tile_of(t, tiles_m, tiles_n, TILE_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(begin, end, stage, phase, scales_phase, x_desc, w_desc, sx_desc, sw_desc, buffers, tiles_m, tiles_n, steps,
-             base, CUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+def _produce(begin, end, stage, phase, scales_phase, x_desc, w_desc, sx_ptr, sw_ptr, buffers, tiles_m, tiles_n, steps,
+             base, M, N, CUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
              TILE_ROWS: gl.constexpr):  # fmt: skip
     x_buf, w_buf, _, sx_buf, sw_buf, full, empty, scales_full, scales_empty = buffers
     COLS: gl.constexpr = BN // CUT
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for u in range(begin, end, gl.num_programs(0)):
         m, n = tile_of(base + u // CUT, tiles_m, tiles_n, TILE_ROWS)
         row = m * BM
@@ -71,28 +73,31 @@ def _produce(begin, end, stage, phase, scales_phase, x_desc, w_desc, sx_desc, sw
                 stage = 0
                 phase ^= 1
         mbarrier.wait(scales_empty.index(0), scales_phase)
-        mbarrier.expect(scales_full.index(0), (BM + COLS) * 4)
         sw = sw_buf
         if CUT > 1:
             sw = sw_buf.slice(0, COLS, 0)
-        tma.async_copy_global_to_shared(sx_desc, [row], scales_full.index(0), sx_buf)
-        tma.async_copy_global_to_shared(sw_desc, [column], scales_full.index(0), sw)
+        # by plain copies, since each descriptor costs the host some microseconds a launch
+        x_row = row + gl.arange(0, BM, layout=lanes)
+        w_row = column + gl.arange(0, COLS, layout=lanes)
+        async_copy.async_copy_global_to_shared(sx_buf, sx_ptr + x_row, mask=x_row < M)
+        async_copy.async_copy_global_to_shared(sw, sw_ptr + w_row, mask=w_row < N)
+        async_copy.mbarrier_arrive(scales_full.index(0), increment_count=False)
         scales_phase ^= 1
     return stage, phase, scales_phase
 
 
 @gluon.jit
-def _producer(x_desc, w_desc, w_cut_desc, sx_desc, sw_desc, sw_cut_desc, buffers, tiles_m, tiles_n, steps, whole,
+def _producer(x_desc, w_desc, w_cut_desc, sx_ptr, sw_ptr, buffers, tiles_m, tiles_n, steps, whole, M, N,
               CUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
               TILE_ROWS: gl.constexpr):  # fmt: skip
     stage, phase, scales_phase = _produce(
         gl.program_id(0), whole, gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(1),
-        x_desc, w_desc, sx_desc, sw_desc, buffers, tiles_m, tiles_n, steps, 0, 1, BM, BN, BK, STAGES, TILE_ROWS,
+        x_desc, w_desc, sx_ptr, sw_ptr, buffers, tiles_m, tiles_n, steps, 0, M, N, 1, BM, BN, BK, STAGES, TILE_ROWS,
     )  # fmt: skip
     if CUT > 1:
         _produce(
             gl.program_id(0), (tiles_m * tiles_n - whole) * CUT, stage, phase, scales_phase,
-            x_desc, w_cut_desc, sx_desc, sw_cut_desc, buffers, tiles_m, tiles_n, steps, whole,
+            x_desc, w_cut_desc, sx_ptr, sw_ptr, buffers, tiles_m, tiles_n, steps, whole, M, N,
             CUT, BM, BN, BK, STAGES, TILE_ROWS,
         )  # fmt: skip
 
@@ -178,21 +183,21 @@ def _consumer(buffers, bias_ptr, y_desc, y_cut_desc, tiles_m, tiles_n, steps, wh
 
 @gluon.jit(do_not_specialize=["M"])
 def int8_mm_hopper(
-    x_desc, w_desc, w_cut_desc, y_desc, y_cut_desc, sx_desc, sw_desc, sw_cut_desc, bias_ptr, M, N, K,
+    x_desc, w_desc, w_cut_desc, y_desc, y_cut_desc, sx_ptr, sw_ptr, bias_ptr, M, N, K,
     CUT: gl.constexpr, HAS_BIAS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     # a descriptor costs the host some microseconds a launch: those that would be another's twins are not given
     if CUT == 1:
         w_cut_desc = w_desc
-        sw_cut_desc = sw_desc
     if CUT <= 2:
         y_cut_desc = y_desc
     x_buf = gl.allocate_shared_memory(gl.int8, [STAGES * 2, BM // 2, BK], x_desc.layout)
     w_buf = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], w_desc.layout)
     y_buf = gl.allocate_shared_memory(y_desc.dtype, [2, BM // 2, BN // 2], y_desc.layout)
-    sx_buf = gl.allocate_shared_memory(gl.float32, [BM], sx_desc.layout)
-    sw_buf = gl.allocate_shared_memory(gl.float32, [BN], sw_desc.layout)
+    in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sx_buf = gl.allocate_shared_memory(gl.float32, [BM], in_order)
+    sw_buf = gl.allocate_shared_memory(gl.float32, [BN], in_order)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     scales_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -200,7 +205,7 @@ def int8_mm_hopper(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(scales_full.index(0), count=1)
+    mbarrier.init(scales_full.index(0), count=32)  # every thread of the producer, as its copies are done
     mbarrier.init(scales_empty.index(0), count=2)
     fence_async_shared()
     # All above needs nothing of the kernel ahead. The next one may start as this one's programs end, no sooner: its
@@ -219,9 +224,9 @@ def int8_mm_hopper(
                      y_cut_desc, tiles_m, tiles_n, steps, whole, N, FIRST, CUT, HAS_BIAS, BM, BN, STAGES, TILE_ROWS)),
         (_consumer, ((x_buf, w_buf, y_buf, sx_buf, sw_buf, full, empty, scales_full, scales_empty), bias_ptr, y_desc,
                      y_cut_desc, tiles_m, tiles_n, steps, whole, N, SECOND, CUT, HAS_BIAS, BM, BN, STAGES, TILE_ROWS)),
-        (_producer, (x_desc, w_desc, w_cut_desc, sx_desc, sw_desc, sw_cut_desc,
+        (_producer, (x_desc, w_desc, w_cut_desc, sx_ptr, sw_ptr,
                      (x_buf, w_buf, y_buf, sx_buf, sw_buf, full, empty, scales_full, scales_empty),
-                     tiles_m, tiles_n, steps, whole, CUT, BM, BN, BK, STAGES, TILE_ROWS)),
+                     tiles_m, tiles_n, steps, whole, M, N, CUT, BM, BN, BK, STAGES, TILE_ROWS)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -261,7 +266,7 @@ def programs_of(m: int, n: int, multiprocessors: int) -> tuple[int, int]:
 
 
 def descriptors(
-    x: Base, sx: Base, w: Base, sw: Base, y: Base, shape: tuple[int, int, int], cut: int
+    x: Base, w: Base, y: Base, shape: tuple[int, int, int], cut: int
 ) -> tuple[TensorDescriptor | None, ...]:
     """The kernel's descriptors in its order: of tensors, or of addresses that are set later."""
     m, n, k = shape
@@ -272,9 +277,6 @@ def descriptors(
         matrix(w, n, k, [BN // cut, BK], gl.int8) if cut > 1 else None,
         matrix(y, m, n, [BM // 2, BN // 2], out),
         matrix(y, m, n, [BM // 2, BN // cut], out) if cut > 2 else None,
-        vector(sx, m, BM),
-        vector(sw, n, BN),
-        vector(sw, n, BN // cut) if cut > 1 else None,
     )
 
 
@@ -282,6 +284,6 @@ def int8_mm(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y
     """y [M, N] of contiguous int8 x [M, K], w [N, K]. ``programs`` overrides one a multiprocessor."""
     (m, k), n = x.shape, w.shape[0]
     programs, cut = programs_of(m, n, programs or multiprocessors(x.device))
-    arguments = (*descriptors(x, sx, w, sw, y, (m, n, k), cut), given(bias, y), m, n, k)
+    arguments = (*descriptors(x, w, y, (m, n, k), cut), sx, sw, given(bias, y), m, n, k)
     with on(x.device):
         int8_mm_hopper[(programs,)](*arguments, **config(cut, bias is not None))

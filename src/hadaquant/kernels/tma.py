@@ -17,9 +17,3 @@ def matrix(base: Base, rows: int, columns: int, block: list[int], element: Any) 
     """Of a contiguous [rows, columns], copied a block at a time."""
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     return TensorDescriptor(base, [rows, columns], [columns, 1], block, layout)
-
-
-def vector(base: Base, n: int, block: int) -> TensorDescriptor:
-    """Of n contiguous float32, copied a block at a time."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(base, [n], [1], [block], layout)

@@ -53,7 +53,8 @@ def direct_linear(
     gw, gx = tensors["global_scale"], tensors["input_global_scale"]
     if w is None or sw is None:
         return None
-    n, k, elements = w.shape[0], x.shape[-1], x.numel()
+    *leading, k = x.shape
+    n, elements = w.shape[0], x.numel()
     if not n or not elements:
         return None
     key = (rotation, signs is not None, elements // k, n, k, x.dtype, dtype, None if bias is None else bias.dtype)
@@ -66,7 +67,7 @@ def direct_linear(
     for t in (w, sw, gw, gx, bias, signs):
         if t is not None and not _fits(t, device):
             return None
-    return call(x, (w, sw, gw, gx, bias, signs), (*x.shape[:-1], n))
+    return call(x, (w, sw, gw, gx, bias, signs), (*leading, n))
 
 
 def _fits(t: Tensor, device: int) -> bool:
