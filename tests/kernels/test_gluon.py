@@ -65,13 +65,19 @@ def test_rows_of_any_bf16_values():
     )
 
 
-def check_product(int8_mm, m: int, n: int, k: int, bias: bool, dtype: torch.dtype = torch.bfloat16, **how) -> None:
+def check_product(
+    kernel: str, m: int, n: int, k: int, bias: bool, dtype: torch.dtype = torch.bfloat16, tile=None, at_rest=False
+) -> None:
+    from hadaquant.kernels.products_int8 import _MAKERS, Case
+
     gen = torch.Generator(device="cuda").manual_seed(m)
     x, w = (torch.randint(-127, 128, (r, k), dtype=torch.int8, device="cuda", generator=gen) for r in (m, n))
     sx, sw = (torch.rand(r, device="cuda", generator=gen) + 0.5 for r in (m, n))
     b = torch.randn(n, device="cuda", generator=gen).to(dtype) if bias else None
     y = torch.full((m + 1, n), float("nan"), dtype=dtype, device="cuda")
-    int8_mm(x, sx, w, sw, b, y[:m], **how)
+    how = {"bias": dtype if bias else None, "device": x.device, "tile": tile, "at_rest": at_rest}
+    product = _MAKERS[kernel](Case(shape=(m, n, k), out=dtype, **how))
+    product(*(None if t is None else t.data_ptr() for t in (x, sx, w, sw, b, y)))
     # sums of products below 2**53 are exact in float64
     oracle = (x.double() @ w.double().T).float() * sx[:, None] * sw[None, :]
     oracle = oracle + b.float() if b is not None else oracle
@@ -89,40 +95,33 @@ class TestHopperProductOfFewRows:
     @pytest.mark.parametrize("tile", [(64, 32), (64, 64), (64, 128), (128, 128)], ids=str)
     @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 40, 63, 64, 65, 100, 127, 128, 129, 200, 515])
     def test_bitwise(self, tile, m):
-        from hadaquant.kernels.gemm_int8_ahead import int8_mm
-
         # N that ends within a tile; K of fewer steps than stages, of more, and that ends within a step
         for n, k in ((33, 16), (512, 1024), (520, 4304), (129, 256 * 21)):
-            check_product(int8_mm, m, n, k, n % 2 == 0, tile=tile)
+            check_product("int8_mm_ahead", m, n, k, n % 2 == 0, tile=tile, at_rest=m % 2 == 0)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     def test_other_outputs(self, dtype):
-        from hadaquant.kernels.gemm_int8_ahead import int8_mm
-
-        check_product(int8_mm, 100, 520, 272, True, dtype, tile=(64, 64))
+        check_product("int8_mm_ahead", 100, 520, 272, True, dtype, tile=(64, 64))
 
 
 @hopper
 class TestHopperProduct:
-    @property
-    def int8_mm(self):
-        from hadaquant.kernels.gemm_int8_hopper import int8_mm
-
-        return int8_mm
+    kernel = "int8_mm_hopper"
 
     @pytest.mark.parametrize("shape", [(128, 256, 128), (1100, 1544, 1296), (4608, 3072, 1024), (64, 8, 16)], ids=str)
     @pytest.mark.parametrize("bias", [False, True])
     def test_bitwise(self, shape, bias):
-        check_product(self.int8_mm, *shape, bias)
+        check_product(self.kernel, *shape, bias)
 
     @pytest.mark.parametrize("programs", [3, 5, 7])
-    def test_many_tiles_a_program(self, programs):
+    def test_many_tiles_a_program(self, monkeypatch, programs):
         # a wrong stage freed deadlocks only where a program has more than one tile; 5 and 7 cut the last wave
-        check_product(self.int8_mm, 1100, 1544, 1296, True, programs=programs)
+        monkeypatch.setattr("hadaquant.kernels.products_int8.multiprocessors", lambda _: programs)
+        check_product(self.kernel, 1100, 1544, 1296, True)
 
     def test_float16(self):
-        check_product(self.int8_mm, 300, 520, 272, True, torch.float16)
+        check_product(self.kernel, 300, 520, 272, True, torch.float16)
 
     @pytest.mark.parametrize("shape", [(4608, 3072, 1024), (2304, 3072, 512)], ids=str)
     def test_cut_tiles(self, shape):
-        check_product(self.int8_mm, *shape, True)
+        check_product(self.kernel, *shape, True)

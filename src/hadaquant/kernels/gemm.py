@@ -17,11 +17,11 @@ from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, na
 from hadaquant.kernels.runtime import (
     OPTIONS,
     aligned,
+    by_address,
     given,
     launches_overlap,
     multiprocessors,
     on,
-    overlapping,
     shared_bytes,
 )
 
@@ -183,26 +183,13 @@ def scaled_mm(
     y = torch.empty(m, n, dtype=out_dtype, device=x_codes.device)
     x, sx, w, sw = (t.contiguous() for t in (x_codes, x_scales, w_codes, w_scales))
     bias = bias.contiguous() if bias is not None else None
-    if kernel == "int8_mm_hopper":
-        from hadaquant.kernels.gemm_int8_hopper import int8_mm
+    if format.block is None:
+        from hadaquant.kernels.products_int8 import prepared
 
-        int8_mm(x, sx, w, sw, bias, y)
-    elif kernel == "int8_mm_ahead":
-        from hadaquant.kernels import gemm_int8_ahead
-
-        gemm_int8_ahead.int8_mm(x, sx, w, sw, bias, y, tile or (128, 128))
-    elif kernel in ("int8_gemv", "int8_few_rows"):
-        from hadaquant.kernels.gemm_int8_small import few_rows, gemv
-
-        (gemv if kernel == "int8_gemv" else few_rows)(x, sx, w, sw, bias, y)
-    elif kernel == "int8_mm":
-        programs, config = int8_programs(m, n, tile, x.device)
-        grid = (programs,)
-        b = given(bias, x)
+        product = prepared(kernel, (m, n, k), out_dtype, None if bias is None else bias.dtype, x.device, tile)
+        operands = [None if t is None else aligned(t) for t in (x, sx, w, sw, bias, y)]
         with on(x.device):
-            int8_mm_kernel[grid](
-                x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
-            )
+            product(*(t if t is None or not by_address(x.device) else t.data_ptr() for t in operands))
     elif kernel != "fp4_mm":
         from hadaquant.kernels.gemm_fp4 import through_bfloat16
         from hadaquant.kernels.gemm_fp4_hopper import fp4_mm
@@ -210,12 +197,12 @@ def scaled_mm(
         from hadaquant.kernels.gemm_fp4_values import value_rows
 
         x, sx, w, sw = (aligned(t) for t in (x, sx, w, sw))
-        operands = (x, sx, x_global, w, sw, w_global, bias, y, format)
+        both = (x, sx, x_global, w, sw, w_global, bias, y, format)
         if kernel in ("fp4_gemv", "fp4_unpacked"):
-            (gemv if kernel == "fp4_gemv" else through_bfloat16)(*operands)
+            (gemv if kernel == "fp4_gemv" else through_bfloat16)(*both)
         else:
             of_tiles = {"fp4_value_rows": value_rows, "fp4_mm_hopper": fp4_mm}
-            of_tiles[kernel](*operands, tile or (256, 128))
+            of_tiles[kernel](*both, tile or (256, 128))
     else:
         config = fp4_config(m, format)
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)

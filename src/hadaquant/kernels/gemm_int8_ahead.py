@@ -11,7 +11,6 @@ Needs K % 16 == 0 and 16-byte aligned bases, which TMA wants; it reads zeros bey
 from typing import Any
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hadaquant.kernels.runtime import OPTIONS, given, on
+from hadaquant.kernels.runtime import OPTIONS
 from hadaquant.kernels.tma import Base, matrix
 
 #: Triton 3.7 renamed it.
@@ -193,16 +192,3 @@ def descriptors(
         matrix(x, m, k, [box_of(m, tile[0]), channels], gl.int8),
         matrix(w, n, k, [tile[1], channels], gl.int8),
     )
-
-
-def int8_mm(
-    x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y: Tensor, tile: tuple[int, int]
-) -> None:
-    """y [M, N] of contiguous int8 x [M, K], w [N, K]; ``tile`` is one of :data:`TILES`."""
-    shape = (*x.shape, w.shape[0])
-    m, k, n = shape
-    with on(x.device):
-        int8_mm_ahead[(programs_of(m, n, tile),)](
-            *descriptors(x, w, (m, n, k), tile), sx, sw, given(bias, y), y, m, n, k,
-            **config(m, tile, bias is not None),
-        )  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from hadaquant.kernels.runtime import OPTIONS, given, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS
 from hadaquant.kernels.tma import Base, matrix
 
 BM, BN, BK, STAGES = 128, 256, 128, 4
@@ -278,12 +277,3 @@ def descriptors(
         matrix(y, m, n, [BM // 2, BN // 2], out),
         matrix(y, m, n, [BM // 2, BN // cut], out) if cut > 2 else None,
     )
-
-
-def int8_mm(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y: Tensor, programs: int = 0) -> None:
-    """y [M, N] of contiguous int8 x [M, K], w [N, K]. ``programs`` overrides one a multiprocessor."""
-    (m, k), n = x.shape, w.shape[0]
-    programs, cut = programs_of(m, n, programs or multiprocessors(x.device))
-    arguments = (*descriptors(x, w, y, (m, n, k), cut), sx, sw, given(bias, y), m, n, k)
-    with on(x.device):
-        int8_mm_hopper[(programs,)](*arguments, **config(cut, bias is not None))

@@ -12,10 +12,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hadaquant.kernels.numerics import narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS
 
 
 @triton.jit
@@ -105,25 +104,3 @@ def few_rows_config(overlap: bool) -> dict[str, Any]:
     """Compile-time arguments and launch options of :func:`few_rows_kernel`, for M up to 16."""
     tile = {"BM": 16, "BN": 16, "BK": 256, "SLICES": 4}
     return {**tile, "OVERLAP": overlap, "num_warps": tile["SLICES"], "num_stages": 4, **OPTIONS}
-
-
-def gemv(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y [M, N] of contiguous int8 x [M, K], w [N, K], M one or two."""
-    (m, k), n = x.shape, w.shape[0]
-    config = gemv_config(m, k, launches_overlap(x.device))
-    b = given(bias, y)
-    with on(x.device):
-        gemv_kernel[(triton.cdiv(n, config["BN"]),)](
-            x, sx, w, sw, b, y, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
-        )
-
-
-def few_rows(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y [M, N] of contiguous int8 x [M, K], w [N, K], M up to 16."""
-    (m, k), n = x.shape, w.shape[0]
-    config = few_rows_config(launches_overlap(x.device))
-    b = given(bias, y)
-    with on(x.device):
-        few_rows_kernel[(triton.cdiv(n, config["BN"]),)](
-            x, sx, w, sw, b, y, m, n, k, HAS_BIAS=bias is not None, **config, **overlapping(config)
-        )

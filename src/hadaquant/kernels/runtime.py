@@ -64,6 +64,11 @@ def shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def by_address(device: torch.device) -> bool:
+    """Whether :class:`Launch` takes addresses there. AMD's GPUs and the interpreter are given tensors."""
+    return device.type == "cuda" and not torch.version.hip
+
+
 def _even(blocks: int, warps: int) -> int:
     """Blocks of so many warps on a multiprocessor, rounded down so that its four schedulers get equal numbers."""
     while blocks * warps > 4 and blocks * warps % 4:
@@ -75,21 +80,23 @@ class Launch:
     """A kernel compiled once for one set of constants, launched without looking at its arguments again.
 
     ``arguments``: tensors, dtypes of tensors, numbers or descriptors, as the kernel will get them: later ones must
-    have the same dtypes, the same alignment to 16 bytes, and numbers of the same divisibility. A later pointer may be
-    an address.
+    have the same dtypes, the same alignment to 16 bytes, and numbers of the same divisibility. Later pointers are
+    addresses, or tensors where the device has none (:func:`by_address`), and the kernel is launched as Triton does.
     """
 
     def __init__(self, kernel: Any, arguments: tuple[Any, ...], config: dict[str, Any], device: torch.device) -> None:
         import triton
 
+        self._kernel, self._config = kernel, config
+        self._compiled, self._warps, self.device = None, config["num_warps"], device
+        if not by_address(device):
+            return
         names = kernel.arg_names
         self._constants = tuple(config[name] for name in names[len(arguments) :])
-        self.device = device
         with on(device):
             self._compiled = kernel.warmup(*arguments, **config, grid=(1,))
             self._run = self._compiled.run  # loads it
         self._knobs, self._driver = triton.knobs.runtime, triton.runtime.driver
-        self._warps = config["num_warps"]
         self.occupancy = self._occupancy(self._warps)
 
     def _occupancy(self, warps: int) -> int:
@@ -110,7 +117,11 @@ class Launch:
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream of the device, which must be the current one."""
-        kernel, knobs = self._compiled, self._knobs
+        kernel = self._compiled
+        if kernel is None:
+            self._kernel[grid](*arguments, **self._config)
+            return
+        knobs = self._knobs
         enter, leave = _used(knobs.launch_enter_hook), _used(knobs.launch_exit_hook)
         stream = self._driver.active.get_current_stream(self.device.index)
         metadata = kernel.launch_metadata(grid, stream, *arguments, *self._constants) if enter or leave else None
