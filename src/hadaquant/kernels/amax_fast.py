@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hadaquant.kernels.hadamard import constants
 from hadaquant.kernels.numerics import FP32_INF_BITS, bits, from_bits, global_scale_of, magnitude_bits
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, addresses, given, multiprocessors, on
 from hadaquant.kernels.units import largest_magnitude, load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -121,7 +121,7 @@ def amax(x: Tensor, rotation: Rotation) -> Tensor:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(amax_fast_kernel, arguments, compiled, x.device)
-        launch((programs_of(launch, steps, compiled), 1, 1), *arguments)
+        launch((programs_of(launch, steps, compiled), 1, 1), *addresses(arguments))
     return found.view(torch.float32)
 
 
@@ -133,7 +133,7 @@ def global_scale(amax: Tensor) -> Tensor:
         launch = _launches.get(key)
         if launch is None:
             launch = _launches[key] = Launch(global_scale_kernel, (amax, g), {"num_warps": 1, **OPTIONS}, amax.device)
-        launch((1, 1, 1), amax, g)
+        launch((1, 1, 1), amax.data_ptr(), g.data_ptr())
     return g
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, encode
-from hadaquant.kernels.runtime import OPTIONS, on
+from hadaquant.kernels.runtime import OPTIONS, launch
 
 #: Columns that a program may hold: powers of two.
 STEPS = (16, 32)
@@ -69,21 +69,7 @@ def round_columns(
     shape = (*divisor.shape, step)
     codes = torch.empty(shape, dtype=format.element.codes_dtype, device=y.device)
     errors = torch.empty(shape, dtype=torch.float32, device=y.device)
-    with on(y.device):
-        round_columns_kernel[triton.cdiv(n, ROWS), shape[0]](
-            y,
-            *y.stride(),
-            divisor.contiguous(),
-            multiplier.contiguous(),
-            factor,
-            *factor.stride(),
-            codes,
-            errors,
-            n,
-            STEP=step,
-            ROWS=ROWS,
-            ELEMENT=format.element.name,
-            num_warps=1,
-            **OPTIONS,
-        )
+    given = (y, *y.stride(), divisor.contiguous(), multiplier.contiguous(), factor, *factor.stride())
+    config = {"STEP": step, "ROWS": ROWS, "ELEMENT": format.element.name, "num_warps": 1, **OPTIONS}
+    launch(round_columns_kernel, (triton.cdiv(n, ROWS), shape[0]), (*given, codes, errors, n), config)
     return codes, errors

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hadaquant.kernels.numerics import narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, given, on
+from hadaquant.kernels.runtime import OPTIONS, given, launch
 
 
 @triton.jit
@@ -40,8 +40,6 @@ def scale_config() -> dict[str, Any]:
 def scale(acc: Tensor, sx: Tensor, sw: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Write contiguous y [M, N] from int32 acc [M, N] with unit column stride."""
     m, n = y.shape
-    config = scale_config()
-    with on(y.device):
-        scale_kernel[(triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)](
-            acc, sx, sw, given(bias, acc), y, m, n, acc.stride(0), HAS_BIAS=bias is not None, **config
-        )
+    config = scale_config() | {"HAS_BIAS": bias is not None}
+    grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+    launch(scale_kernel, grid, (acc, sx, sw, given(bias, acc), y, m, n, acc.stride(0)), config)

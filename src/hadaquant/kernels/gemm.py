@@ -19,6 +19,7 @@ from hadaquant.kernels.runtime import (
     aligned,
     by_address,
     given,
+    launch,
     launches_overlap,
     multiprocessors,
     on,
@@ -206,13 +207,9 @@ def scaled_mm(
     else:
         config = fp4_config(m, format)
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
-        gx = given(x_global, x)
-        gw = given(w_global, x)
-        b = given(bias, x)
+        scales = given(x_global, x), w, sw, given(w_global, x), given(bias, x)
         # the interpreter's bfloat16 is not the hardware's; the values are exact in either
         dot = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-        with on(x.device):
-            fp4_mm_kernel[grid](
-                x, sx, gx, w, sw, gw, b, y, m, n, k, HAS_BIAS=bias is not None, DOT=dot, **config, **OPTIONS
-            )
+        config |= {"HAS_BIAS": bias is not None, "DOT": dot, **OPTIONS}
+        launch(fp4_mm_kernel, grid, (x, sx, *scales, y, m, n, k), config)
     return y

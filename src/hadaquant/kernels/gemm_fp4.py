@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import bits, decode_e2m1, decode_e4m3, decode_e8m0, from_bits, narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap, overlapping
 from hadaquant.kernels.vendor import bfloat16_mm, row_chunks
 from hadaquant.layout import NIBBLE_SPAN
 
@@ -146,8 +146,7 @@ def unpack(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
     config = unpack_config(format, launches_overlap(codes.device))
     y = torch.empty(m, k, dtype=torch.bfloat16, device=codes.device)
     grid = (triton.cdiv(m, config["ROWS"]) * triton.cdiv(k, config["COLS"]),)
-    with on(codes.device):
-        unpack_kernel[grid](codes, scales, y, m, k, **config, **overlapping(config))
+    launch(unpack_kernel, grid, (codes, scales, y, m, k), config | overlapping(config))
     return y
 
 
@@ -160,10 +159,8 @@ def unpack_words(codes: Tensor, scales: Tensor, format: Format, by_nibble: bool)
     width = triton.cdiv(pairs * 16, NIBBLE_SPAN) * NIBBLE_SPAN // 16 if by_nibble else pairs
     config = words_config(format, by_nibble, launches_overlap(codes.device))
     y = torch.empty(m, width * 16, dtype=torch.bfloat16, device=codes.device)
-    with on(codes.device):
-        unpack_words_kernel[(triton.cdiv(m * width, config["N"]),)](
-            codes, scales, y, m, pairs, width, **config, **overlapping(config)
-        )
+    grid = (triton.cdiv(m * width, config["N"]),)
+    launch(unpack_words_kernel, grid, (codes, scales, y, m, pairs, width), config | overlapping(config))
     return y
 
 
@@ -180,5 +177,4 @@ def through_bfloat16(
         acc = bfloat16_mm(unpack(x[rows], sx[rows], format), wide)
         m = acc.shape[0]
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
-        with on(y.device):
-            finish_kernel[grid](acc, gx, gw, b, y[rows], m, n, **config)
+        launch(finish_kernel, grid, (acc, gx, gw, b, y[rows], m, n), config)

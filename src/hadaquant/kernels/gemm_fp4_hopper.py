@@ -32,7 +32,7 @@ from hadaquant.kernels.fp4_words import decode_nibble, paired_scales
 from hadaquant.kernels.gemm_fp4 import unpack_words
 from hadaquant.kernels.gemm_fp4_parts import add_parts
 from hadaquant.kernels.gemm_int8_hopper import tile_of
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap, multiprocessors
 from hadaquant.kernels.tma import Base, matrix
 from hadaquant.layout import NIBBLE_SPAN
 
@@ -353,10 +353,8 @@ def multiply(
     parts = torch.empty(split, n, m, dtype=torch.float32, device=y.device) if split > 1 else y
     overlap, has_bias = launches_overlap(y.device), bias is not None
     scales = given(gx, sw), given(gw, sw), given(bias, y)
-    with on(x.device):
-        fp4_mm_hopper[(programs_of(shape, shares, programs),)](
-            *descriptors(x, w.view(torch.int32), y, shape, rows, cut), parts, sw, *scales, *shape,
-            **config(format, has_bias, shares, overlap, at_rest), launch_pdl=overlap,
-        )  # fmt: skip
-        if split > 1:
-            add_parts(parts, *scales, y, format, has_bias)
+    arguments = (*descriptors(x, w.view(torch.int32), y, shape, rows, cut), parts, sw, *scales, *shape)
+    constants = config(format, has_bias, shares, overlap, at_rest) | {"launch_pdl": overlap}
+    launch(fp4_mm_hopper, (programs_of(shape, shares, programs),), arguments, constants)
+    if split > 1:
+        add_parts(parts, *scales, y, format, has_bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadaquant.formats import Format
 from hadaquant.kernels.numerics import narrow, widen
-from hadaquant.kernels.runtime import OPTIONS, launches_overlap, overlapping
+from hadaquant.kernels.runtime import OPTIONS, launch, launches_overlap, overlapping
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def grid(m: int, n: int, config: dict[str, Any]) -> tuple[int, int, int]:
 def add_parts(
     parts: Tensor, gx: Tensor, gw: Tensor, bias: Tensor, y: Tensor, format: Format, has_bias: bool
 ) -> None:  # fmt: skip
-    """y [M, N] of parts [SPLIT, N, M], on the current device; stand-ins for what the format or the linear lacks."""
+    """y [M, N] of parts [SPLIT, N, M]; stand-ins for what the format or the linear lacks."""
     split, n, m = parts.shape
     c = config(format, has_bias, m, split, launches_overlap(y.device))
-    add_parts_kernel[grid(m, n, c)](parts, gx, gw, bias, y, m, n, **c, **overlapping(c))
+    launch(add_parts_kernel, grid(m, n, c), (parts, gx, gw, bias, y, m, n), c | overlapping(c))

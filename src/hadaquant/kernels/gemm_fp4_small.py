@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
 from hadaquant.kernels.fp4_words import dot_codes, unpack_codes, wide_scale
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap, overlapping
 
 #: Weight rows, units and warps of a program of ``gemv`` for each number of x rows. Measured on an H200.
 _GEMV: dict[int, tuple[int, int, int]] = {1: (8, 256, 4), 2: (4, 256, 4), 3: (8, 128, 2), 4: (8, 128, 2)}
@@ -100,8 +100,5 @@ def gemv(
     """y [M, N] of contiguous packed x [M, K/2], w [N, K/2], M up to four, K % 32 == 0."""
     m, n, k = x.shape[0], w.shape[0], format.k_of(w.shape[1])
     config = gemv_config(m, format, bias is not None, launches_overlap(x.device))
-    gx, gw, b = given(gx, sx), given(gw, sw), given(bias, y)
-    with on(x.device):
-        gemv_kernel[(triton.cdiv(n, config["BN"]),)](
-            x, sx, gx, w, sw, gw, b, y, n, k // 32, **config, **overlapping(config)
-        )
+    arguments = x, sx, given(gx, sx), w, sw, given(gw, sw), given(bias, y), y, n, k // 32
+    launch(gemv_kernel, (triton.cdiv(n, config["BN"]),), arguments, config | overlapping(config))

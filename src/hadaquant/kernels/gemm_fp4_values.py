@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hadaquant.formats import Format
 from hadaquant.kernels.fp4_words import decode_slice, load_eight, load_scales, paired_scales
 from hadaquant.kernels.gemm_fp4 import unpack_words
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap, overlapping
 
 
 @gluon.constexpr_function
@@ -133,8 +133,5 @@ def value_rows(
     m, n, k = x.shape[0], w.shape[0], format.k_of(w.shape[1])
     values = unpack_words(x, sx, format, by_nibble=False)
     c = config(tile, format, bias is not None, launches_overlap(x.device))
-    gx, gw, b = given(gx, sx), given(gw, sw), given(bias, y)
-    with on(x.device):
-        value_rows_kernel[(triton.cdiv(n, tile[1]), triton.cdiv(m, tile[0]))](
-            values, gx, w, sw, gw, b, y, m, n, k // 32, **c, **overlapping(c)
-        )
+    arguments = values, given(gx, sx), w, sw, given(gw, sw), given(bias, y), y, m, n, k // 32
+    launch(value_rows_kernel, (triton.cdiv(n, tile[1]), triton.cdiv(m, tile[0])), arguments, c | overlapping(c))

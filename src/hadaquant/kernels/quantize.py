@@ -24,7 +24,7 @@ from hadaquant.kernels.front import as_rows, open_rows, row_arguments
 from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import choose, encode, magnitude_bits, multiplier
-from hadaquant.kernels.runtime import OPTIONS, aligned, given, on
+from hadaquant.kernels.runtime import OPTIONS, aligned, given, launch
 from hadaquant.rotation import Rotation
 
 
@@ -369,23 +369,19 @@ def quantize(
         quantize_blocks(x.contiguous(), codes, scales, format, rotation, global_scale, scale_layout)
         return codes, scales
     signs, matrix, g = given(rotation.signs, x), given(rotation.matrix, x), given(global_scale, x)
-    with on(x.device):
-        if format.block and front_end is NONE:
-            x = x.contiguous()
-            config = block_config(format, rotation, rows)
-            units = x.numel() // int(config["UNIT"])
-            quantize_blocks_kernel[(triton.cdiv(units, config["ROWS"]),)](
-                x, codes, scales, g, signs, matrix, units, format.blocks(k), TILED=tiled, **config, **OPTIONS
-            )
-            return codes, scales
-        x = as_rows(x)
-        arguments = (signs, matrix, m, k, *row_arguments(x, front_end))
-        if format.block:
-            config = walk_config(rotation, front_end, k, format)
-            quantize_walk_kernel[(triton.cdiv(m, config["ROWS"]),)](
-                x, codes, scales, g, *arguments, TILED=tiled, **config, **OPTIONS
-            )
-        else:
-            config = row_config(format, rotation, k, rows, front_end)
-            quantize_rows_kernel[(triton.cdiv(m, config["ROWS"]),)](x, codes, scales, *arguments, **config, **OPTIONS)
+    if format.block and front_end is NONE:
+        x = x.contiguous()
+        config = block_config(format, rotation, rows) | {"TILED": tiled, **OPTIONS}
+        units = x.numel() // int(config["UNIT"])
+        arguments = (x, codes, scales, g, signs, matrix, units, format.blocks(k))
+        launch(quantize_blocks_kernel, (triton.cdiv(units, config["ROWS"]),), arguments, config)
+        return codes, scales
+    x = as_rows(x)
+    arguments = (signs, matrix, m, k, *row_arguments(x, front_end))
+    if format.block:
+        config = walk_config(rotation, front_end, k, format) | {"TILED": tiled, **OPTIONS}
+        launch(quantize_walk_kernel, (triton.cdiv(m, config["ROWS"]),), (x, codes, scales, g, *arguments), config)
+    else:
+        config = row_config(format, rotation, k, rows, front_end) | OPTIONS
+        launch(quantize_rows_kernel, (triton.cdiv(m, config["ROWS"]),), (x, codes, scales, *arguments), config)
     return codes, scales

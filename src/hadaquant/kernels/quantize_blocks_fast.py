@@ -23,7 +23,7 @@ from hadaquant.kernels.hadamard import constants
 from hadaquant.kernels.numerics import global_scale_of
 from hadaquant.kernels.quantize import quantize_units
 from hadaquant.kernels.quotients import LARGEST_BITS, encoded, prepared
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, addresses, given, launches_overlap, on
 from hadaquant.kernels.units import load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -290,7 +290,7 @@ def quantize_blocks(
         if launch is None:
             compiled = config(format, rotation, converts_to_e4m3(x.device), tiles, launches_overlap(x.device))
             launch = _launches[key] = Launch(quantize_blocks_fast_kernel, arguments, compiled, x.device)
-        launch(grid(tiles, m, k), *arguments)
+        launch(grid(tiles, m, k), *addresses(arguments))
 
 
 _launches: dict[tuple[object, ...], Launch] = {}

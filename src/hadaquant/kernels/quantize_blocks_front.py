@@ -29,7 +29,7 @@ from hadaquant.kernels.quantize_blocks_fast import (
     store_words,
 )
 from hadaquant.kernels.quotients import LARGEST_BITS, encoded, prepared
-from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
+from hadaquant.kernels.runtime import Launch, addresses, given, launches_overlap, on
 from hadaquant.kernels.units import rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -262,7 +262,7 @@ def quantize_blocks_front(
             overlap = launches_overlap(x.device)
             compiled = config(format, rotation, front_end, converts_to_e4m3(x.device), tiles, overlap)
             launch = _launches[key] = Launch(quantize_blocks_front_kernel, run_time, compiled, x.device)
-        launch(grid(tiles, m, k), *run_time)
+        launch(grid(tiles, m, k), *addresses(run_time))
 
 
 _launches: dict[tuple[object, ...], Launch] = {}

@@ -19,7 +19,7 @@ from hadaquant.kernels import quantize_rows_gluon
 from hadaquant.kernels.front import aligned_rows, constants, operand, row_bytes
 from hadaquant.kernels.quantize_rows_gluon import FEWER_WARPS, MOST, WARPS, quantize_row, row_shape
 from hadaquant.kernels.rows_gluon import load_row
-from hadaquant.kernels.runtime import Launch, given, launches_overlap, on
+from hadaquant.kernels.runtime import Launch, addresses, given, launches_overlap, on
 from hadaquant.kernels.shared_gluon import PAIRS, UNKEPT, WIDE, keep, meeting_place, received_row, send_row, shared_row
 from hadaquant.rotation import Rotation
 
@@ -167,5 +167,5 @@ def quantize_front(
     if front_end.kind == "gelu_tanh":
         grid = max(grid[0], -(-m // ROWS_EACH)), 1, 1
     with on(x.device):
-        signs = given(rotation.signs, x)
-        launch(grid, x, codes, scales, signs, factor, shift, m, row_bytes(x) // 4, *of_factor, *of_shift)
+        tensors = addresses((x, codes, scales, given(rotation.signs, x), factor, shift))
+        launch(grid, *tensors, m, row_bytes(x) // 4, *of_factor, *of_shift)

@@ -28,7 +28,7 @@ from hadaquant.kernels.rows_gluon import (
     wait_and_let_start,
     widen,
 )
-from hadaquant.kernels.runtime import OPTIONS, Launch, given, launches_overlap, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, addresses, given, launches_overlap, on
 from hadaquant.kernels.shared_gluon import meeting_place, met
 from hadaquant.rotation import Rotation, norm
 
@@ -234,4 +234,4 @@ def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, format: Format, rota
     m = x.numel() // k
     launch = launch_of(format, rotation.kind, rotation.group, rotation.signs is not None, k, x.dtype, x.device)
     with on(x.device):
-        launch(grid_of(launch, m, k), x, codes, scales, given(rotation.signs, x), m)
+        launch(grid_of(launch, m, k), *addresses((x, codes, scales, given(rotation.signs, x), m)))

@@ -34,7 +34,7 @@ from hadaquant.kernels.quotients import (
     prepared,
     rounded_value,
 )
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap
 from hadaquant.kernels.units import load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -199,8 +199,6 @@ def quantize_values(
     y = torch.empty(m, k, dtype=torch.bfloat16, device=x.device)
     overlap, native = launches_overlap(x.device), converts_to_e4m3(x.device)
     c = config(format, rotation, m, k, native, dynamic, by_nibble, overlap)
-    with on(x.device):
-        quantize_values_kernel[(programs_of(c, m, k),)](
-            x, y, given(global_scale, x), given(rotation.signs, x), m * k // c["UNIT"], **c
-        )
+    arguments = x, y, given(global_scale, x), given(rotation.signs, x), m * k // c["UNIT"]
+    launch(quantize_values_kernel, (programs_of(c, m, k),), arguments, c)
     return y

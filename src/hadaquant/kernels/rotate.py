@@ -16,7 +16,7 @@ from hadaquant.kernels.front import constants as front_constants
 from hadaquant.kernels.hadamard import constants, load_rotated
 from hadaquant.kernels.numerics import FP32_INF_BITS, magnitude_bits, narrow, widen
 from hadaquant.kernels.quantize import MATRIX_TILE, TILE, walk_config
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap, overlapping
 from hadaquant.layout import NIBBLE_SPAN
 from hadaquant.rotation import FUSED_MATRIX_GROUPS, Rotation
 
@@ -155,22 +155,20 @@ def rotate(
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     units = x.numel() // rotation.group
-    with on(x.device):
-        if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
-            rows, cols = 32, min(64, max(16, triton.next_power_of_2(rotation.group)))
-            grid = (triton.cdiv(units, rows), triton.cdiv(rotation.group, cols))
-            rotate_by_any_matrix_kernel[grid](
-                x, y, rotation.matrix, units, rotation.group, INVERSE=inverse, ROWS=rows, COLS=cols, **OPTIONS
-            )
-            return y
-        signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
-        config = unit_config(rotation)
-        if by_nibble and rotation.group < NIBBLE_SPAN:
-            config |= {"UNIT": NIBBLE_SPAN, "ROWS": TILE // NIBBLE_SPAN}
-        config |= {"SPAN": NIBBLE_SPAN if by_nibble else 0, "OVERLAP": launches_overlap(x.device), **OPTIONS}
-        units = x.numel() // config["UNIT"]
-        grid = (triton.cdiv(units, config["ROWS"]),)
-        rotate_kernel[grid](x, y, signs, matrix, units, INVERSE=inverse, **config, **overlapping(config))
+    if rotation.kind == "matrix" and rotation.group not in FUSED_MATRIX_GROUPS:
+        rows, cols = 32, min(64, max(16, triton.next_power_of_2(rotation.group)))
+        grid = (triton.cdiv(units, rows), triton.cdiv(rotation.group, cols))
+        config = {"INVERSE": inverse, "ROWS": rows, "COLS": cols, **OPTIONS}
+        launch(rotate_by_any_matrix_kernel, grid, (x, y, rotation.matrix, units, rotation.group), config)
+        return y
+    signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
+    config = unit_config(rotation) | {"INVERSE": inverse}
+    if by_nibble and rotation.group < NIBBLE_SPAN:
+        config |= {"UNIT": NIBBLE_SPAN, "ROWS": TILE // NIBBLE_SPAN}
+    config |= {"SPAN": NIBBLE_SPAN if by_nibble else 0, "OVERLAP": launches_overlap(x.device), **OPTIONS}
+    units = x.numel() // config["UNIT"]
+    grid = (triton.cdiv(units, config["ROWS"]),)
+    launch(rotate_kernel, grid, (x, y, signs, matrix, units), config | overlapping(config))
     return y
 
 
@@ -206,18 +204,14 @@ def amax(x: Tensor, rotation: Rotation, front_end: FrontEnd = NONE) -> Tensor:
         return found.view(torch.float32)
     x = x.contiguous()
     signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
-    config = unit_config(rotation)
+    config = unit_config(rotation) | OPTIONS
     units = x.numel() // rotation.group
-    with on(x.device):
-        amax_kernel[(triton.cdiv(units, config["ROWS"]),)](x, found, signs, matrix, units, **config, **OPTIONS)
+    launch(amax_kernel, (triton.cdiv(units, config["ROWS"]),), (x, found, signs, matrix, units), config)
     return found.view(torch.float32)
 
 
 def _launch_front(x: Tensor, y: Tensor, found: Tensor, rotation: Rotation, front_end: FrontEnd, write: bool) -> None:
     m, k = x.shape
-    config = walk_config(rotation, front_end, k)
-    signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
-    with on(x.device):
-        front_kernel[(triton.cdiv(m, config["ROWS"]),)](
-            x, y, found, signs, matrix, m, k, *row_arguments(x, front_end), WRITE=write, **config, **OPTIONS
-        )
+    config = walk_config(rotation, front_end, k) | {"WRITE": write, **OPTIONS}
+    arguments = (x, y, found, given(rotation.signs, x), given(rotation.matrix, x), m, k, *row_arguments(x, front_end))
+    launch(front_kernel, (triton.cdiv(m, config["ROWS"]),), arguments, config)

@@ -136,6 +136,41 @@ def _used(hook: Any) -> Any:
     return hook if getattr(hook, "calls", hook) else None
 
 
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], config: dict[str, Any]) -> None:
+    """Launch on the current stream of the arguments' device: tensors, numbers or descriptors, then constants.
+
+    Compiled once for all arguments of a kind. Triton's own launcher looks at every constant in every call, which takes
+    the host longer than most of these kernels take the device.
+    """
+    device = next(a.device for a in arguments if isinstance(a, Tensor))
+    with on(device):
+        if not by_address(device):
+            kernel[grid](*arguments, **config)
+            return
+        key = (id(kernel), device.index, *map(_kind, arguments), *config.items())
+        launch = _launches.get(key)
+        if launch is None:
+            launch = _launches[key] = Launch(kernel, arguments, config, device)
+        launch((*grid, 1, 1)[:3], *addresses(arguments))
+
+
+def addresses(arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments with addresses for tensors, which a launch need not look up."""
+    return [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+
+
+def _kind(a: Any) -> tuple[object, ...]:
+    """What of an argument Triton compiles for."""
+    if isinstance(a, Tensor):
+        return a.dtype, a.data_ptr() % 16 == 0
+    if isinstance(a, int):
+        return a == 1, a % 16 == 0, a.bit_length() > 31
+    return a.base.dtype, *a.block_shape
+
+
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
 class Address:
     """Where a tensor descriptor's data lies, in place of a tensor."""
 

@@ -19,7 +19,7 @@ from hadaquant.kernels.gemm import _decode_tile, _tile_of
 from hadaquant.kernels.gemm_fp4 import unpack
 from hadaquant.kernels.numerics import narrow, widen
 from hadaquant.kernels.rotate import rotate_round
-from hadaquant.kernels.runtime import OPTIONS, aligned, given, on
+from hadaquant.kernels.runtime import OPTIONS, aligned, given, launch
 from hadaquant.kernels.vendor import bfloat16_mm, row_chunks
 from hadaquant.layout import NIBBLE_SPAN
 from hadaquant.rotation import NONE
@@ -136,10 +136,9 @@ def weight_mm(
         c = config(m, format, bias is not None)
         # the interpreter's bfloat16 is not the hardware's; the values are exact in either
         dot = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-        with on(x.device):
-            weight_mm_kernel[(triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]),)](
-                x, w, sw, given(w_global, x), given(bias, x), y, m, n, x.shape[1], DOT=dot, **c
-            )
+        grid = (triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]),)
+        arguments = x, w, sw, given(w_global, x), given(bias, x), y, m, n, x.shape[1]
+        launch(weight_mm_kernel, grid, arguments, c | {"DOT": dot})
     return y
 
 
@@ -153,5 +152,5 @@ def _through_bfloat16(
     for rows in row_chunks(x.shape[0], n):
         acc = bfloat16_mm(x[rows], wide)
         m = acc.shape[0]
-        with on(y.device):
-            finish_kernel[(triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]),)](acc, sw, gw, b, y[rows], m, n, **c)
+        grid = (triton.cdiv(m, c["BM"]) * triton.cdiv(n, c["BN"]),)
+        launch(finish_kernel, grid, (acc, sw, gw, b, y[rows], m, n), c)

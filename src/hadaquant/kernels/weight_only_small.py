@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hadaquant.formats import Format
 from hadaquant.kernels.fp4_words import decode_nibble, load_eight, load_scales, paired_scales
-from hadaquant.kernels.runtime import OPTIONS, given, launches_overlap, on, overlapping
+from hadaquant.kernels.runtime import OPTIONS, given, launch, launches_overlap, overlapping
 
 
 @gluon.constexpr_function
@@ -124,7 +124,5 @@ def few_rows(
     """y [M, N] of contiguous bfloat16 x [M, K] and packed w [N, K/2], K % 32 == 0, bases at multiples of 16 bytes."""
     m, n, k = x.shape[0], w.shape[0], x.shape[1]
     c = config(tile, format, bias is not None, launches_overlap(x.device))
-    with on(x.device):
-        weight_few_rows_kernel[(triton.cdiv(n, tile[1]), triton.cdiv(m, tile[0]))](
-            x, w, sw, given(gw, sw), given(bias, y), y, m, n, k // 32, **c, **overlapping(c)
-        )
+    arguments = x, w, sw, given(gw, sw), given(bias, y), y, m, n, k // 32
+    launch(weight_few_rows_kernel, (triton.cdiv(n, tile[1]), triton.cdiv(m, tile[0])), arguments, c | overlapping(c))
