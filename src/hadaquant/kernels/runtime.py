@@ -165,7 +165,7 @@ def _kind(a: Any) -> tuple[object, ...]:
         return a.dtype, a.data_ptr() % 16 == 0
     if isinstance(a, int):
         return a == 1, a % 16 == 0, a.bit_length() > 31
-    return a.base.dtype, *a.block_shape
+    return (None,) if a is None else (a.base.dtype, *a.block_shape)
 
 
 _launches: dict[tuple[object, ...], Launch] = {}
