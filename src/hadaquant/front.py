@@ -35,6 +35,7 @@ their result differs from ours by up to that rounding.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -65,6 +66,7 @@ GELU_CUBIC = torch.tensor(0.044715 * 2.0 * math.sqrt(2.0 / math.pi), dtype=torch
 EXP_ERROR = 2.0**-20
 
 
+@functools.cache
 def halvings() -> tuple[int, ...]:
     """How many elements lie below each halved bit in a run, once the bits before it are gone.
 

@@ -22,21 +22,27 @@ def layer_of(
     dtype: torch.dtype = torch.bfloat16,
     format: str = "int8",
     g: float | None = None,
+    activations: str = "coded",
 ):
     torch.manual_seed(0)
     linear = nn.Linear(K, N, bias=bias, dtype=dtype, device="cuda")
-    return hq.RotatedLinear.from_linear(linear, format, rotation, input_global_scale=g).requires_grad_(False)
+    how = {"input_global_scale": g, "activations": activations}
+    return hq.RotatedLinear.from_linear(linear, format, rotation, **how).requires_grad_(False)
 
 
-def by_ops(layer: hq.RotatedLinear, x: torch.Tensor) -> torch.Tensor:
-    codes, scales, g = layer._quantize_input(x, NONE)
+def by_ops(layer: hq.RotatedLinear, x: torch.Tensor, front_end: hq.FrontEnd = NONE) -> torch.Tensor:
+    if layer.activations == "full":
+        h = layer._rotate_input(x, front_end, False)
+        w = (layer.codes, layer.scales, layer.global_scale, layer.bias)
+        return torch.ops.hadaquant.weight_mm(h, *w, layer.format.name, x.dtype, layer.backend, False)
+    codes, scales, g = layer._quantize_input(x, front_end)
     w = (layer.codes, layer.scales, layer.global_scale, layer.bias)
     return torch.ops.hadaquant.scaled_mm(codes, scales, g, *w, layer.format.name, x.dtype, layer.backend)
 
 
-def directly(layer: hq.RotatedLinear, x: torch.Tensor) -> torch.Tensor | None:
-    name = layer.format.name
-    return direct.direct_linear(x, layer._parameters, name, layer.rotation_spec, layer.backend, x.dtype)
+def directly(layer: hq.RotatedLinear, x: torch.Tensor, front_end: hq.FrontEnd = NONE) -> torch.Tensor | None:
+    how = (layer.format.name, layer.rotation_spec, layer.backend, x.dtype, layer.activations == "full")
+    return direct.direct_linear(x, front_end, layer._parameters, *how)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +63,44 @@ def test_fp4_same_bits_at_any_number_of_rows(format, rotation, g, rows):
         assert torch.equal(y.isnan(), other.isnan())
         assert torch.equal(y.nan_to_num(), other.nan_to_num())
         assert torch.equal(layer(x).nan_to_num(), y.nan_to_num())
+
+
+@pytest.mark.parametrize("m", [1, 5, 300, 1100])
+@pytest.mark.parametrize("kind", ["rms_norm", "bare_norm", "ada_norm", "silu_mul", "gelu_tanh"])
+def test_same_bits_behind_a_front_end(kind, m):
+    layer, wide = layer_of(), torch.randn(2, m, 2 * K, device="cuda", dtype=torch.bfloat16)
+    x, up = wide.chunk(2, dim=-1)  # halves of a wider tensor
+    scale, shift = torch.randn(2, 2, K, device="cuda", dtype=torch.bfloat16)
+    front_end = {
+        "rms_norm": lambda: hq.front.rms_norm(scale[0].float()),
+        "bare_norm": lambda: hq.front.rms_norm(),
+        "ada_norm": lambda: hq.front.ada_norm(scale, shift),
+        "silu_mul": lambda: hq.front.silu_mul(up),
+        "gelu_tanh": lambda: hq.front.gelu_tanh(),
+    }[kind]()
+    y = directly(layer, x, front_end)
+    assert y is not None and y.shape == (2, m, N)
+    assert torch.equal(y, by_ops(layer, x, front_end))
+    assert torch.equal(layer(x, front_end), y)
+
+
+def test_front_ends_that_do_not_fit_are_refused():
+    layer, x = layer_of(), torch.randn(4, K, device="cuda", dtype=torch.bfloat16)
+    for weight in (torch.ones(K - 1, device="cuda"), torch.ones(K)):
+        with pytest.raises(ShapeError):
+            layer(x, hq.front.rms_norm(weight))
+
+
+@pytest.mark.parametrize(("format", "rotation"), [("nvfp4", "sylvester:16"), ("mxfp4", "regular:64"), ("int8", "none")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_same_bits_of_full_activations(format, rotation, bias):
+    layer = layer_of(bias, rotation, format=format, activations="full")
+    for m in (1, 9, 16, 64, 300, 1100):
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        y = directly(layer, x)
+        assert (y is None) == (format == "int8" and m > 64)  # by torch's product, in chunks
+        assert torch.equal(layer(x), by_ops(layer, x))
+        assert y is None or torch.equal(layer(x), y)
 
 
 def test_fp4_in_a_graph():

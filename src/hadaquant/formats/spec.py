@@ -33,6 +33,9 @@ class Format:
     block: int | None
     has_global_scale: bool = False
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for in every call on a GPU
+
     def __str__(self) -> str:
         return self.name
 

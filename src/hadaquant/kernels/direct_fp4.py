@@ -203,32 +203,42 @@ def _value_rows(case: _Case) -> Product:
 
 
 def _hopper(case: _Case) -> Product:
-    overlap, has_bias = launches_overlap(case.device), case.bias_dtype is not None
-    bias, (m, n, _), processors = case.bias_dtype or case.y_dtype, case.shape, multiprocessors(case.device)
-    shares = gemm_fp4_hopper.shares_of(case.shape, (case.tile or (256, 128))[0], processors)
+    return hopper_product(case.format, case.shape, case.y_dtype, case.bias_dtype, case.device, case.tile)
+
+
+def hopper_product(
+    format: Format,
+    shape: tuple[int, int, int],
+    out: torch.dtype,
+    bias: torch.dtype | None,
+    device: torch.device,
+    tile: tuple[int, int] | None,
+) -> Product:
+    """The product of bfloat16 values in the order of nibbles; of its operands x's scales are not read."""
+    overlap, has_bias = launches_overlap(device), bias is not None
+    bias, (m, n, _), processors = bias or out, shape, multiprocessors(device)
+    shares = gemm_fp4_hopper.shares_of(shape, (tile or (256, 128))[0], processors)
     rows, split, cut = shares
-    grid = (gemm_fp4_hopper.programs_of(case.shape, shares, processors), 1, 1)
-    config = gemm_fp4_hopper.config(case.format, has_bias, shares, overlap, at_rest=True)
-    addresses = tuple(Address(t) for t in (torch.bfloat16, torch.int32, case.y_dtype))
-    tiles = gemm_fp4_hopper.descriptors(*addresses, case.shape, rows, cut)
-    pointers = torch.float32 if split > 1 else case.y_dtype, torch.uint8, torch.float32, torch.float32, bias
-    launch = Launch(
-        gemm_fp4_hopper.fp4_mm_hopper, (*tiles, *pointers, *case.shape), config | overlapping(config), case.device
-    )
-    sums = gemm_fp4_parts.config(case.format, has_bias, m, split, overlap)
+    grid = (gemm_fp4_hopper.programs_of(shape, shares, processors), 1, 1)
+    config = gemm_fp4_hopper.config(format, has_bias, shares, overlap, at_rest=True)
+    addresses = tuple(Address(t) for t in (torch.bfloat16, torch.int32, out))
+    tiles = gemm_fp4_hopper.descriptors(*addresses, shape, rows, cut)
+    pointers = torch.float32 if split > 1 else out, torch.uint8, torch.float32, torch.float32, bias
+    launch = Launch(gemm_fp4_hopper.fp4_mm_hopper, (*tiles, *pointers, *shape), config | overlapping(config), device)
+    sums = gemm_fp4_parts.config(format, has_bias, m, split, overlap)
     sums_grid, add = gemm_fp4_parts.grid(m, n, sums), None
     if split > 1:
-        types = torch.float32, torch.float32, torch.float32, bias, case.y_dtype
-        add = Launch(gemm_fp4_parts.add_parts_kernel, (*types, m, n), sums | overlapping(sums), case.device)
+        types = torch.float32, torch.float32, torch.float32, bias, out
+        add = Launch(gemm_fp4_parts.add_parts_kernel, (*types, m, n), sums | overlapping(sums), device)
     turn = threading.Lock()
 
     def product(x: int, _: int, gx: int, w: int, sw: int, gw: int, b: int, y: int) -> None:
-        parts = None if add is None else torch.empty(split * n * m, dtype=torch.float32, device=case.device)
+        parts = None if add is None else torch.empty(split * n * m, dtype=torch.float32, device=device)
         held = y if parts is None else parts.data_ptr()
         with turn:  # the descriptors are encoded while it is launched
             for address, value in zip(addresses, (x, w, y), strict=True):
                 address.value = value
-            launch(grid, *tiles, held, sw, gx, gw, b or y, *case.shape)
+            launch(grid, *tiles, held, sw, gx, gw, b or y, *shape)
         if add is not None:
             add(sums_grid, held, gx, gw, b or y, y, m, n)
 

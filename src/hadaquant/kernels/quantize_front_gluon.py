@@ -5,6 +5,7 @@ for many rows, weights and modulations, comes from the L1 cache.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hadaquant.kernels import quantize_rows_gluon
 from hadaquant.kernels.front import aligned_rows, constants, operand, row_bytes
 from hadaquant.kernels.quantize_rows_gluon import FEWER_WARPS, MOST, WARPS, quantize_row, row_shape
 from hadaquant.kernels.rows_gluon import load_row
-from hadaquant.kernels.runtime import Launch, addresses, given, launches_overlap, on
+from hadaquant.kernels.runtime import Launch, launches_overlap, on
 from hadaquant.kernels.shared_gluon import PAIRS, UNKEPT, WIDE, keep, meeting_place, received_row, send_row, shared_row
 from hadaquant.rotation import Rotation
 
@@ -128,6 +129,37 @@ def config(
     return {**config, "FRONT": front_end, "KEPT": _kept(front_end, k, ring, shift), "RING": ring}
 
 
+#: Launches for x, the addresses of codes, scales and signs or None, and a front end of the kind prepared for.
+Quantize = Callable[[Tensor, int, int, "int | None", FrontEnd], None]
+
+
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    format: Format,
+    rotation: tuple[str, int, bool],
+    front_end: tuple[object, ...],
+    m: int,
+    k: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device,
+) -> Quantize:
+    """Front end, rotation and codes of x [M, K], compiled. ``dtypes``: of x, factor and shift, x's for one it lacks."""
+    launch = _launch_of(format, rotation, front_end, k, dtypes, device)
+    grid = launch.grid_of(m)
+    if front_end[0] == "gelu_tanh":
+        grid = max(grid[0], -(-m // ROWS_EACH)), 1, 1
+
+    def quantize(x: Tensor, codes: int, scales: int, signs: int | None, fe: FrontEnd) -> None:
+        x = aligned_rows(x, 4 * WORDS)
+        factor, *of_factor = _operand(fe.factor, x)
+        shift, *of_shift = _operand(fe.shift, x)
+        source = x.data_ptr()
+        tensors = source, codes, scales, source if signs is None else signs, factor.data_ptr(), shift.data_ptr()
+        launch(grid, *tensors, m, row_bytes(x) // 4, *of_factor, *of_shift)
+
+    return quantize
+
+
 @functools.cache
 def _launch_of(
     format: Format,
@@ -137,7 +169,6 @@ def _launch_of(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     device: torch.device,
 ) -> Launch:
-    """The kernel for rows of K elements; ``dtypes`` of x, factor and shift."""
     arguments = (dtypes[0], torch.int8, torch.float32, torch.float32, *dtypes[1:], 1, *([WORDS, WORDS, 1, WORDS, 1]))
     constants = config(format, *rotation, front_end, k, launches_overlap(device), dtypes[2])
     return Launch(quantize_front_gluon, arguments, constants, device)
@@ -157,15 +188,9 @@ def quantize_front(
 ) -> None:
     """Fill codes and scales of x [M, K]."""
     m, k = x.shape
-    x = aligned_rows(x, 4 * WORDS)
-    factor, *of_factor = _operand(front_end.factor, x)
-    shift, *of_shift = _operand(front_end.shift, x)
     described = (rotation.kind, rotation.group, rotation.signs is not None)
-    dtypes = (x.dtype, factor.dtype, shift.dtype)
-    launch = _launch_of(format, described, constants(front_end), k, dtypes, x.device)
-    grid = launch.grid_of(m)
-    if front_end.kind == "gelu_tanh":
-        grid = max(grid[0], -(-m // ROWS_EACH)), 1, 1
+    dtypes = (x.dtype, *(x.dtype if t is None else t.dtype for t in front_end.tensors))
+    quantize = prepared(format, described, constants(front_end), m, k, dtypes, x.device)
+    signs = None if rotation.signs is None else rotation.signs.data_ptr()
     with on(x.device):
-        tensors = addresses((x, codes, scales, given(rotation.signs, x), factor, shift))
-        launch(grid, *tensors, m, row_bytes(x) // 4, *of_factor, *of_shift)
+        quantize(x, codes.data_ptr(), scales.data_ptr(), signs, front_end)

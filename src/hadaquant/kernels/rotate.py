@@ -37,8 +37,9 @@ def rotate_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+        # in this order: what starts behind it may read what all kernels ahead of it have written
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     unit = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = (unit < units)[:, None] & (tl.arange(0, UNIT) < UNIT)[None, :]
     y = load_rotated(x_ptr, (unit * UNIT,), 0, valid, signs_ptr, matrix_ptr, ROWS, UNIT, ROTATION, INVERSE, FRONT)
@@ -145,6 +146,15 @@ def unit_config(rotation: Rotation) -> dict[str, Any]:
     return {"ROWS": rows, "UNIT": rotation.group, "ROTATION": constants(rotation), "FRONT": front_constants(NONE)}
 
 
+def rotate_config(rotation: Rotation, inverse: bool, by_nibble: bool, overlap: bool) -> dict[str, Any]:
+    """Compile-time arguments and launch options of :func:`rotate_kernel`."""
+    config = unit_config(rotation) | {"INVERSE": inverse}
+    if by_nibble and rotation.group < NIBBLE_SPAN:
+        config |= {"UNIT": NIBBLE_SPAN, "ROWS": TILE // NIBBLE_SPAN}
+    config |= {"SPAN": NIBBLE_SPAN if by_nibble else 0, "OVERLAP": overlap, **OPTIONS}
+    return config | overlapping(config)
+
+
 def rotate(
     x: Tensor, rotation: Rotation, inverse: bool, dtype: torch.dtype = torch.float32, by_nibble: bool = False
 ) -> Tensor:
@@ -162,13 +172,9 @@ def rotate(
         launch(rotate_by_any_matrix_kernel, grid, (x, y, rotation.matrix, units, rotation.group), config)
         return y
     signs, matrix = given(rotation.signs, x), given(rotation.matrix, x)
-    config = unit_config(rotation) | {"INVERSE": inverse}
-    if by_nibble and rotation.group < NIBBLE_SPAN:
-        config |= {"UNIT": NIBBLE_SPAN, "ROWS": TILE // NIBBLE_SPAN}
-    config |= {"SPAN": NIBBLE_SPAN if by_nibble else 0, "OVERLAP": launches_overlap(x.device), **OPTIONS}
+    config = rotate_config(rotation, inverse, by_nibble, launches_overlap(x.device))
     units = x.numel() // config["UNIT"]
-    grid = (triton.cdiv(units, config["ROWS"]),)
-    launch(rotate_kernel, grid, (x, y, signs, matrix, units), config | overlapping(config))
+    launch(rotate_kernel, (triton.cdiv(units, config["ROWS"]),), (x, y, signs, matrix, units), config)
     return y
 
 

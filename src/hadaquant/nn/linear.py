@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from hadaquant.contract import Contract, check_activations
 from hadaquant.errors import FrontEndError, GlobalScaleError, LayerError, MismatchError, ShapeError
 from hadaquant.formats import Format, get_format
-from hadaquant.front import NONE, FrontEnd, given
+from hadaquant.front import FrontEnd, given
 from hadaquant.nn.lazy_weight import LazyWeight
 from hadaquant.nn.sharing import InputGroup, Quantized
 from hadaquant.ops import LinearPlan, explain, quantize
@@ -244,8 +244,9 @@ class RotatedLinear(nn.Module):
 
     def _product(self, x: Tensor, front_end: FrontEnd, dtype: torch.dtype) -> Tensor:
         group = None if torch.compiler.is_compiling() else self.input_group
-        if front_end is NONE and group is None and self.activations != "full" and unwatched(x):
-            y = direct_linear(x, self._parameters, self.format.name, self.rotation_spec, self.backend, dtype)
+        if group is None and unwatched(x):
+            how = (self.format.name, self.rotation_spec, self.backend, dtype, self.activations == "full")
+            y = direct_linear(x, front_end, self._parameters, *how)
             if y is not None:
                 return y
         w = (self.codes, self.scales, self.global_scale)
