@@ -14,6 +14,8 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 #: Of a Hopper multiprocessor: registers, shared memory, warps, blocks.
 _REGISTERS, _SHARED, _WARPS, _BLOCKS = 65536, 228 * 1024, 64, 32
+#: Triton's, where a kernel's options say nothing.
+_DEFAULT_WARPS = 4
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -88,7 +90,7 @@ class Launch:
         import triton
 
         self._kernel, self._config = kernel, config
-        self._compiled, self._warps, self.device = None, config["num_warps"], device
+        self._compiled, self._warps, self.device = None, config.get("num_warps", _DEFAULT_WARPS), device
         if not by_address(device):
             return
         names = kernel.arg_names
