@@ -5,6 +5,7 @@ Triton's compiler and driver are stood in for; plans are those of sm_90, tensors
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,7 @@ class Driver:
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> Driver:
+def gpu(monkeypatch) -> Iterator[Driver]:
     driver = Driver()
     monkeypatch.setattr(JITFunction, "warmup", lambda kernel, *a, **how: driver.warmup(kernel, *a, **how))
     monkeypatch.setattr(
