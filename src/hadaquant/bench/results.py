@@ -64,7 +64,7 @@ def places(found: Iterable[Result]) -> list[str]:
     for result in found:
         place, _, revision = result.where.rpartition(REVISION)
         revisions.setdefault(place, {})[revision] = None
-    return [f"{place}{REVISION}{' and '.join(each)}" for place, each in revisions.items()]
+    return [f"{place}{REVISION}{', '.join(each)}" for place, each in revisions.items()]
 
 
 def latest(found: Iterable[Result]) -> list[Result]:
