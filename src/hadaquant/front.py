@@ -167,13 +167,13 @@ def given(front_end: FrontEnd | None) -> FrontEnd:
     """
     if front_end is None:
         return NONE
-    if not isinstance(front_end, FrontEnd):
-        raise FrontEndError(
-            value=repr(front_end) if isinstance(front_end, str) else f"of type {type(front_end).__name__}",
-            rule="it is made by a function of hadaquant.front",
-            fix="for example hadaquant.front.rms_norm(weight, eps)",
-        )
-    return front_end
+    if isinstance(front_end, FrontEnd):
+        return NONE if front_end.kind == "none" else front_end
+    raise FrontEndError(
+        value=repr(front_end) if isinstance(front_end, str) else f"of type {type(front_end).__name__}",
+        rule="it is made by a function of hadaquant.front",
+        fix="for example hadaquant.front.rms_norm(weight, eps)",
+    )
 
 
 def rms_norm(weight: Tensor | None = None, eps: float = 1e-6) -> FrontEnd:

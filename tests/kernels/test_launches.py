@@ -15,6 +15,8 @@ from triton.runtime.jit import JITFunction
 
 import hadaquant as hq
 from hadaquant import kernels
+from hadaquant.errors import DtypeError, ShapeError
+from hadaquant.front import NONE
 from hadaquant.kernels import runtime
 from hadaquant.ops import direct, library, plan, target, weight_only
 from hadaquant.ops.plan import interpreting
@@ -76,6 +78,7 @@ def gpu(monkeypatch) -> Iterator[Driver]:
         if hasattr(module, "target_of"):
             monkeypatch.setattr(module, "target_of", lambda _: target.TARGETS["sm_90"])
     monkeypatch.setattr(library, "unwatched", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     caches += [direct._prepared, library._made]
     for cache in caches:
         cache.cache_clear()
@@ -114,6 +117,34 @@ def test_linears(gpu, monkeypatch, format, rotation, dtype, how, seen):
             before = len(gpu.launched)
             assert layer(x, front_end).shape == (m, N)
             assert len(gpu.launched) >= before + 2, (m, front_end)
+
+
+@pytest.mark.parametrize(("format", "rotation"), WAYS)
+@pytest.mark.parametrize("activations", ["coded", "full"])
+def test_what_the_ops_refuse_is_refused(gpu, monkeypatch, format, rotation, activations):
+    monkeypatch.setattr("hadaquant.nn.linear.unwatched", lambda _: True)
+    layer = layer_of(format, rotation, activations=activations)
+    gpu.launched.clear()
+    for dtype in (torch.float64, torch.int32):
+        with pytest.raises(DtypeError):
+            layer(torch.ones(4, K, dtype=dtype))
+    assert not gpu.launched
+    monkeypatch.setattr("hadaquant.nn.linear.unwatched", lambda _: False)  # which takes the CPU's tensors for the GPU's
+    layer.scales = nn.Parameter(layer.scales.to("meta"), requires_grad=False)
+    with pytest.raises(ShapeError, match=r"w_scales on device meta.*move it there"):
+        layer(torch.ones(4, K, dtype=torch.bfloat16))
+    with pytest.raises(ShapeError, match="bias on device meta"):
+        x, w = torch.randn(4, K), hq.quantize(torch.randn(N, K), format, backend="reference")
+        hq.scaled_mm(hq.quantize(x, format, backend="reference"), w, torch.ones(N, device="meta"), torch.bfloat16)
+
+
+def test_another_front_end_that_does_nothing_is_none(gpu, monkeypatch):
+    monkeypatch.setattr("hadaquant.nn.linear.unwatched", lambda _: True)
+    layer, wide = layer_of("int8", "regular:256"), torch.randn(4, 2 * K, dtype=torch.bfloat16)
+    found = []
+    monkeypatch.setattr("hadaquant.nn.linear.direct_linear", lambda x, front_end, *_: found.append(front_end))
+    layer(wide[:, :K], hq.FrontEnd("none"))
+    assert found == [NONE]
 
 
 @pytest.mark.parametrize("spec", ["none", "sylvester:16", "regular:256", "matrix:64", "matrix:48"])

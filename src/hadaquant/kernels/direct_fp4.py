@@ -55,8 +55,8 @@ class _Case:
         return self.m, self.n, self.k
 
 
-#: Addresses of x's codes or values, its scales and global scale, those of w, the bias or 0, and y.
-Product = Callable[[int, int, int, int, int, int, int, int], None]
+#: Addresses of x's codes or values, its scales and global scale, those of w, the bias or None, and y.
+Product = Callable[[int, int, int, int, int, int, "int | None", int], None]
 
 
 class DirectFp4Linear:
@@ -113,7 +113,7 @@ class DirectFp4Linear:
             self._quantize(source, codes, scales, given, sign)
             self._product(
                 codes, scales, made, w.data_ptr(), sw.data_ptr(), scales if gw is None else gw.data_ptr(),
-                0 if bias is None else bias.data_ptr(), y.data_ptr(),
+                None if bias is None else bias.data_ptr(), y.data_ptr(),
             )  # fmt: skip
         return y
 
@@ -180,8 +180,8 @@ def _gemv(case: _Case) -> Product:
     grid = (triton.cdiv(case.n, config["BN"]), 1, 1)
     launch = Launch(gemm_fp4_small.gemv_kernel, (*types, *sizes), config | overlapping(config), case.device)
 
-    def product(x: int, sx: int, gx: int, w: int, sw: int, gw: int, b: int, y: int) -> None:
-        launch(grid, x, sx, gx, w, sw, gw, b or y, y, *sizes)
+    def product(x: int, sx: int, gx: int, w: int, sw: int, gw: int, b: int | None, y: int) -> None:
+        launch(grid, x, sx, gx, w, sw, gw, y if b is None else b, y, *sizes)
 
     return product
 
@@ -196,8 +196,8 @@ def _value_rows(case: _Case) -> Product:
     grid = (triton.cdiv(case.n, tile[1]), triton.cdiv(case.m, tile[0]), 1)
     launch = Launch(gemm_fp4_values.value_rows_kernel, (*types, *sizes), config | overlapping(config), case.device)
 
-    def product(x: int, _: int, gx: int, w: int, sw: int, gw: int, b: int, y: int) -> None:
-        launch(grid, x, gx, w, sw, gw, b or y, y, *sizes)
+    def product(x: int, _: int, gx: int, w: int, sw: int, gw: int, b: int | None, y: int) -> None:
+        launch(grid, x, gx, w, sw, gw, y if b is None else b, y, *sizes)
 
     return product
 
@@ -232,15 +232,15 @@ def hopper_product(
         add = Launch(gemm_fp4_parts.add_parts_kernel, (*types, m, n), sums | overlapping(sums), device)
     turn = threading.Lock()
 
-    def product(x: int, _: int, gx: int, w: int, sw: int, gw: int, b: int, y: int) -> None:
+    def product(x: int, _: int, gx: int, w: int, sw: int, gw: int, b: int | None, y: int) -> None:
         parts = None if add is None else torch.empty(split * n * m, dtype=torch.float32, device=device)
         held = y if parts is None else parts.data_ptr()
         with turn:  # the descriptors are encoded while it is launched
             for address, value in zip(addresses, (x, w, y), strict=True):
                 address.value = value
-            launch(grid, *tiles, held, sw, gx, gw, b or y, *shape)
+            launch(grid, *tiles, held, sw, gx, gw, y if b is None else b, *shape)
         if add is not None:
-            add(sums_grid, held, gx, gw, b or y, y, m, n)
+            add(sums_grid, held, gx, gw, y if b is None else b, y, m, n)
 
     return product
 

@@ -133,11 +133,24 @@ def _hopper(
     tile: tuple[int, int] | None,
 ) -> Product:
     multiply = hopper_product(format, shape, out, bias, device, tile)
-    one = torch.ones((), dtype=torch.float32, device=device)  # in place of x's global scale
+    ones: list[Tensor] = []
+
+    def one() -> Tensor:
+        """In place of x's global scale. One made in a graph has its value only when that graph has run."""
+        if ones:
+            return ones[0]
+        made = torch.ones((), dtype=torch.float32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+            ones.append(made)
+        return made
 
     def product(x: int, w: int, sw: int, gw: int | None, b: int | None, y: int) -> None:
-        g = one.data_ptr()
-        multiply(x, x, g, w, sw, g if gw is None else gw, b or 0, y)
+        if gw is None:  # neither is read
+            multiply(x, x, sw, w, sw, sw, b, y)
+        else:
+            g = one()
+            multiply(x, x, g.data_ptr(), w, sw, gw, b, y)
 
     return product
 

@@ -16,6 +16,7 @@ from hadaquant.formats import Format
 from hadaquant.kernels.numerics import decode_e2m1, decode_e4m3, decode_e8m0, narrow, widen
 from hadaquant.kernels.runtime import (
     OPTIONS,
+    addresses,
     aligned,
     by_address,
     given,
@@ -188,9 +189,9 @@ def scaled_mm(
         from hadaquant.kernels.products_int8 import prepared
 
         product = prepared(kernel, (m, n, k), out_dtype, None if bias is None else bias.dtype, x.device, tile)
-        operands = [None if t is None else aligned(t) for t in (x, sx, w, sw, bias, y)]
+        operands = *(None if t is None else aligned(t) for t in (x, sx, w, sw, bias)), y
         with on(x.device):
-            product(*(t if t is None or not by_address(x.device) else t.data_ptr() for t in operands))
+            product(*(addresses(operands) if by_address(x.device) else operands))
     elif kernel != "fp4_mm":
         from hadaquant.kernels.gemm_fp4 import through_bfloat16
         from hadaquant.kernels.gemm_fp4_hopper import fp4_mm

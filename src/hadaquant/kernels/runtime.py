@@ -67,7 +67,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def by_address(device: torch.device) -> bool:
-    """Whether :class:`Launch` takes addresses there. AMD's GPUs and the interpreter are given tensors."""
+    """Whether :class:`Launch` takes addresses there. AMD's GPUs, and the CPU in the interpreter, are given tensors."""
     return device.type == "cuda" and not torch.version.hip
 
 
@@ -139,7 +139,7 @@ def _used(hook: Any) -> Any:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], config: dict[str, Any]) -> None:
-    """Launch on the current stream of the arguments' device: tensors, numbers or descriptors, then constants.
+    """Launch on the current stream of the arguments' device: tensors, integers or descriptors, then constants.
 
     Compiled once for all arguments of a kind. Triton's own launcher looks at every constant in every call, which takes
     the host longer than most of these kernels take the device.
@@ -150,10 +150,10 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], confi
             kernel[grid](*arguments, **config)
             return
         key = (id(kernel), device.index, *map(_kind, arguments), *config.items())
-        launch = _launches.get(key)
-        if launch is None:
-            launch = _launches[key] = Launch(kernel, arguments, config, device)
-        launch((*grid, 1, 1)[:3], *addresses(arguments))
+        prepared = _launches.get(key)
+        if prepared is None:
+            prepared = _launches[key] = Launch(kernel, arguments, config, device)
+        prepared((*grid, 1, 1)[:3], *addresses(arguments))
 
 
 def addresses(arguments: tuple[Any, ...]) -> list[Any]:

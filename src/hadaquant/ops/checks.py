@@ -120,6 +120,22 @@ def check_global_scale(format: Format, global_scale: Tensor | None) -> None:
         )
 
 
+def check_device(x: Tensor, **operands: Tensor | None) -> None:
+    """Refuse operands that are not where x is: a kernel is given their bare addresses.
+
+    Raises:
+        ShapeError.
+    """
+    for name, tensor in operands.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ShapeError(
+                what=f"{name} on device {tensor.device}",
+                found=tuple(tensor.shape),
+                expected=f"the same device as x, {x.device}",
+                fix="move it there",
+            )
+
+
 def check_global_number(value: float) -> None:
     """Refuse a global scale, given as a Python number, that is not positive and finite.
 

@@ -16,7 +16,7 @@ from hadaquant.formats import Format, get_format
 from hadaquant.front import NONE, FrontEnd
 from hadaquant.front import trusted as trusted_front
 from hadaquant.layout import NIBBLE_SPAN
-from hadaquant.ops.checks import check_front_end
+from hadaquant.ops.checks import FLOAT_DTYPES, check_front_end
 from hadaquant.ops.options import resolve_backend
 from hadaquant.ops.plan import plan_amax, plan_quantize, plan_rotate, plan_scaled_mm, plan_weight_mm
 from hadaquant.ops.target import target_of
@@ -72,7 +72,7 @@ def direct_linear(
     """
     w, sw, bias, signs = tensors["codes"], tensors["scales"], tensors["bias"], tensors["signs"]
     gw, gx = tensors["global_scale"], tensors["input_global_scale"]
-    if w is None or sw is None:
+    if w is None or sw is None or x.dtype not in FLOAT_DTYPES:
         return None
     *leading, k = x.shape
     n, elements = w.shape[0], x.numel()
