@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hadaquant.kernels.hadamard import constants
 from hadaquant.kernels.numerics import FP32_INF_BITS, bits, from_bits, global_scale_of, magnitude_bits
-from hadaquant.kernels.runtime import OPTIONS, Launch, addresses, given, multiprocessors, on
+from hadaquant.kernels.runtime import OPTIONS, Launch, addresses, given, launch, multiprocessors, on
 from hadaquant.kernels.units import largest_magnitude, load_words, rotate_unit, widen_words
 from hadaquant.rotation import Rotation
 
@@ -118,22 +118,17 @@ def amax(x: Tensor, rotation: Rotation) -> Tensor:
     arguments = (x, found, given(rotation.signs, x), steps, units)
     key = (x.device.index, x.dtype, rotation.kind, rotation.group, rotation.signs is not None)
     with on(x.device):
-        launch = _launches.get(key)
-        if launch is None:
-            launch = _launches[key] = Launch(amax_fast_kernel, arguments, compiled, x.device)
-        launch((programs_of(launch, steps, compiled), 1, 1), *addresses(arguments))
+        prepared = _launches.get(key)
+        if prepared is None:
+            prepared = _launches[key] = Launch(amax_fast_kernel, arguments, compiled, x.device)
+        prepared((programs_of(prepared, steps, compiled), 1, 1), *addresses(arguments))
     return found.view(torch.float32)
 
 
 def global_scale(amax: Tensor) -> Tensor:
     """NVFP4's global multiplier (amax / 6) / 448 of a float32 scalar; 1.0 where that is 0."""
     g = torch.empty_like(amax)
-    key = (amax.device.index,)
-    with on(amax.device):
-        launch = _launches.get(key)
-        if launch is None:
-            launch = _launches[key] = Launch(global_scale_kernel, (amax, g), {"num_warps": 1, **OPTIONS}, amax.device)
-        launch((1, 1, 1), amax.data_ptr(), g.data_ptr())
+    launch(global_scale_kernel, (1,), (amax, g), {"num_warps": 1, **OPTIONS})
     return g
 
 

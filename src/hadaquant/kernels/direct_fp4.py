@@ -33,26 +33,51 @@ _BOUNDARY = 256
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What a call is prepared for."""
+class Case:
+    """What a call is prepared for.
+
+    ``rotation``: with any signs, if it has them. ``shape``: M, N, K. ``dtypes``: of x, of y, and of any bias.
+    ``kernel``, ``tile``: the product's plan. ``dynamic``: the global scale of x is made of its largest magnitude.
+    """
 
     format: Format
     rotation: Rotation
-    m: int
-    n: int
-    k: int
-    x_dtype: torch.dtype
-    y_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    dynamic: bool
+    shape: tuple[int, int, int]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    device: torch.device
     kernel: str
     tile: tuple[int, int] | None
-    device: torch.device
+    dynamic: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """M, N, K."""
-        return self.m, self.n, self.k
+    def m(self) -> int:
+        """Rows of x."""
+        return self.shape[0]
+
+    @property
+    def n(self) -> int:
+        """Rows of the weight."""
+        return self.shape[1]
+
+    @property
+    def k(self) -> int:
+        """Channels."""
+        return self.shape[2]
+
+    @property
+    def x_dtype(self) -> torch.dtype:
+        """Of the input."""
+        return self.dtypes[0]
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        """Of the output."""
+        return self.dtypes[1]
+
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """Of the bias, if there is one."""
+        return self.dtypes[2]
 
 
 #: Addresses of x's codes or values, its scales and global scale, those of w, the bias or None, and y.
@@ -62,27 +87,8 @@ Product = Callable[[int, int, int, int, int, int, "int | None", int], None]
 class DirectFp4Linear:
     """x [M, K] · wᵀ + bias, w packed [N, K/2]: the bits of ``quantize`` and ``scaled_mm`` one after the other."""
 
-    def __init__(
-        self,
-        format: Format,
-        rotation: Rotation,
-        shape: tuple[int, int, int],
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-        device: torch.device,
-        kernel: str,
-        tile: tuple[int, int] | None,
-        dynamic: bool,
-    ) -> None:
-        """Prepare for one shape.
-
-        Args:
-            rotation: with any signs, if it has them.
-            shape: M, N, K.
-            dtypes: of x, of y, and of the bias if there is one.
-            kernel, tile: the product's plan.
-            dynamic: the global scale of x is made of its largest magnitude.
-        """
-        case = _Case(format, rotation, *shape, *dtypes, dynamic, kernel, tile, device)
+    def __init__(self, case: Case) -> None:
+        """Prepare for one shape."""
         self._case, self._device = case, case.device
         values = case.kernel != "fp4_gemv"
         self._quantize = (_values if values else _codes)(case)
@@ -122,7 +128,7 @@ def _rounded_up(n: int) -> int:
     return triton.cdiv(n, _BOUNDARY) * _BOUNDARY
 
 
-def _amax(case: _Case) -> Callable[[int, int, int], None]:
+def _amax(case: Case) -> Callable[[int, int, int], None]:
     config = amax_fast.config(case.rotation)
     units = case.m * case.k // config["UNIT"]
     steps = triton.cdiv(units, config["N"])
@@ -136,7 +142,7 @@ def _amax(case: _Case) -> Callable[[int, int, int], None]:
     return amax
 
 
-def _codes(case: _Case) -> Callable[[int, int, int, int, int], None]:
+def _codes(case: Case) -> Callable[[int, int, int, int, int], None]:
     tiles = quantize_blocks_fast.tiling(case.format, case.rotation, case.m, case.k, False)
     config = quantize_blocks_fast.config(
         case.format, case.rotation, quantize_blocks_fast.converts_to_e4m3(case.device), tiles,
@@ -154,7 +160,7 @@ def _codes(case: _Case) -> Callable[[int, int, int, int, int], None]:
     return quantize
 
 
-def _values(case: _Case) -> Callable[[int, int, int, int, int], None]:
+def _values(case: Case) -> Callable[[int, int, int, int, int], None]:
     native = quantize_blocks_fast.converts_to_e4m3(case.device)
     overlap = launches_overlap(case.device)
     config = quantize_values.config(
@@ -171,7 +177,7 @@ def _values(case: _Case) -> Callable[[int, int, int, int, int], None]:
     return quantize
 
 
-def _gemv(case: _Case) -> Product:
+def _gemv(case: Case) -> Product:
     overlap, has_bias = launches_overlap(case.device), case.bias_dtype is not None
     operand = torch.uint8, torch.uint8, torch.float32
     types = (*operand, *operand, case.bias_dtype or case.y_dtype, case.y_dtype)
@@ -186,7 +192,7 @@ def _gemv(case: _Case) -> Product:
     return product
 
 
-def _value_rows(case: _Case) -> Product:
+def _value_rows(case: Case) -> Product:
     overlap, has_bias = launches_overlap(case.device), case.bias_dtype is not None
     tile = case.tile or (16, 32)
     config = gemm_fp4_values.config(tile, case.format, has_bias, overlap, at_rest=True)
@@ -202,30 +208,20 @@ def _value_rows(case: _Case) -> Product:
     return product
 
 
-def _hopper(case: _Case) -> Product:
-    return hopper_product(case.format, case.shape, case.y_dtype, case.bias_dtype, case.device, case.tile)
-
-
-def hopper_product(
-    format: Format,
-    shape: tuple[int, int, int],
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    device: torch.device,
-    tile: tuple[int, int] | None,
-) -> Product:
+def hopper_product(case: Case) -> Product:
     """The product of bfloat16 values in the order of nibbles; of its operands x's scales are not read."""
-    overlap, has_bias = launches_overlap(device), bias is not None
-    bias, (m, n, _), processors = bias or out, shape, multiprocessors(device)
-    shares = gemm_fp4_hopper.shares_of(shape, (tile or (256, 128))[0], processors)
+    shape, out, device = case.shape, case.y_dtype, case.device
+    overlap, has_bias = launches_overlap(device), case.bias_dtype is not None
+    bias, (m, n, _), processors = case.bias_dtype or out, shape, multiprocessors(device)
+    shares = gemm_fp4_hopper.shares_of(shape, (case.tile or (256, 128))[0], processors)
     rows, split, cut = shares
     grid = (gemm_fp4_hopper.programs_of(shape, shares, processors), 1, 1)
-    config = gemm_fp4_hopper.config(format, has_bias, shares, overlap, at_rest=True)
+    config = gemm_fp4_hopper.config(case.format, has_bias, shares, overlap, at_rest=True)
     addresses = tuple(Address(t) for t in (torch.bfloat16, torch.int32, out))
     tiles = gemm_fp4_hopper.descriptors(*addresses, shape, rows, cut)
     pointers = torch.float32 if split > 1 else out, torch.uint8, torch.float32, torch.float32, bias
     launch = Launch(gemm_fp4_hopper.fp4_mm_hopper, (*tiles, *pointers, *shape), config | overlapping(config), device)
-    sums = gemm_fp4_parts.config(format, has_bias, m, split, overlap)
+    sums = gemm_fp4_parts.config(case.format, has_bias, m, split, overlap)
     sums_grid, add = gemm_fp4_parts.grid(m, n, sums), None
     if split > 1:
         types = torch.float32, torch.float32, torch.float32, bias, out
@@ -245,4 +241,4 @@ def hopper_product(
     return product
 
 
-_PRODUCTS = {"fp4_gemv": _gemv, "fp4_value_rows": _value_rows, "fp4_mm_hopper": _hopper}
+_PRODUCTS = {"fp4_gemv": _gemv, "fp4_value_rows": _value_rows, "fp4_mm_hopper": hopper_product}

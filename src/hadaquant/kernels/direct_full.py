@@ -13,11 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from hadaquant.formats import Format
 from hadaquant.kernels import rotate, weight_only, weight_only_small
-from hadaquant.kernels.direct_fp4 import hopper_product
+from hadaquant.kernels.direct_fp4 import Case, hopper_product
 from hadaquant.kernels.runtime import Launch, launches_overlap, on, overlapping
-from hadaquant.rotation import Rotation
 
 #: Addresses of rotated x, w's codes, scales and global scale or None, the bias or None, and y.
 Product = Callable[[int, int, int, "int | None", "int | None", int], None]
@@ -26,32 +24,16 @@ Product = Callable[[int, int, int, "int | None", "int | None", int], None]
 class DirectFullLinear:
     """x [M, K] · wᵀ + bias, w quantized: the bits of ``rotate_round`` and ``weight_mm`` one after the other."""
 
-    def __init__(
-        self,
-        format: Format,
-        rotation: Rotation,
-        shape: tuple[int, int, int],
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-        device: torch.device,
-        kernel: str,
-        tile: tuple[int, int] | None,
-    ) -> None:
-        """Prepare for one shape.
-
-        Args:
-            rotation: with any signs, if it has them; no matrix.
-            shape: M, N, K; K % 128 == 0 for ``weight_mm_hopper``.
-            dtypes: of x, of y, and of the bias if there is one.
-            kernel, tile: the product's plan.
-        """
-        m, _, k = shape
-        self._device, self._dtype, self._elements = device, dtypes[1], m * k
-        config = rotate.rotate_config(rotation, False, kernel == "weight_mm_hopper", launches_overlap(device))
-        self._units = m * k // config["UNIT"]
+    def __init__(self, case: Case) -> None:
+        """Prepare for one shape; no matrix rotates, and K % 128 == 0 for ``weight_mm_hopper``."""
+        self._device, self._dtype, self._elements = case.device, case.y_dtype, case.m * case.k
+        by_nibble, overlap = case.kernel == "weight_mm_hopper", launches_overlap(case.device)
+        config = rotate.rotate_config(case.rotation, False, by_nibble, overlap)
+        self._units = self._elements // config["UNIT"]
         self._grid = (triton.cdiv(self._units, config["ROWS"]), 1, 1)
-        types = dtypes[0], torch.bfloat16, torch.float32, torch.float32, self._units
-        self._rotate = Launch(rotate.rotate_kernel, types, config, device)
-        self._product = _MAKERS[kernel](format, shape, dtypes[1], dtypes[2], device, tile)
+        types = case.x_dtype, torch.bfloat16, torch.float32, torch.float32, self._units
+        self._rotate = Launch(rotate.rotate_kernel, types, config, case.device)
+        self._product = _MAKERS[case.kernel](case)
 
     def __call__(self, x: Tensor, tensors: tuple[Any, ...], shape: tuple[int, ...]) -> Tensor:
         """y of a shape that holds M rows. All tensors contiguous, on 16-byte boundaries, on the device.
@@ -75,18 +57,12 @@ def _address(t: Tensor | None) -> int | None:
 
 
 def _tiles(
-    kernel: Any,
-    config: dict[str, Any],
-    grid: tuple[int, int, int],
-    format: Format,
-    sizes: tuple[int, int, int],
-    types: tuple[torch.dtype, torch.dtype | None],
-    device: torch.device,
+    case: Case, kernel: Any, config: dict[str, Any], grid: tuple[int, int, int], sizes: tuple[int, int, int]
 ) -> Product:
-    out, bias = types
+    format, out = case.format, case.y_dtype
     scales = torch.uint8 if format.block else torch.float32
-    pointers = torch.bfloat16, format.element.codes_dtype, scales, torch.float32, bias or out, out
-    launch = Launch(kernel, (*pointers, *sizes), config, device)
+    pointers = torch.bfloat16, format.element.codes_dtype, scales, torch.float32, case.bias_dtype or out, out
+    launch = Launch(kernel, (*pointers, *sizes), config, case.device)
 
     def product(x: int, w: int, sw: int, gw: int | None, b: int | None, y: int) -> None:
         launch(grid, x, w, sw, sw if gw is None else gw, y if b is None else b, y, *sizes)
@@ -94,45 +70,23 @@ def _tiles(
     return product
 
 
-def _few_rows(
-    format: Format,
-    shape: tuple[int, int, int],
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    device: torch.device,
-    tile: tuple[int, int] | None,
-) -> Product:
-    (m, n, k), rows = shape, tile or (16, 16)
-    config = weight_only_small.config(rows, format, bias is not None, launches_overlap(device))
-    config |= overlapping(config)
+def _few_rows(case: Case) -> Product:
+    (m, n, k), rows = case.shape, case.tile or (16, 16)
+    has_bias, overlap = case.bias_dtype is not None, launches_overlap(case.device)
+    config = weight_only_small.config(rows, case.format, has_bias, overlap)
     grid = triton.cdiv(n, rows[1]), triton.cdiv(m, rows[0]), 1
-    sizes = m, n, k // 32
-    return _tiles(weight_only_small.weight_few_rows_kernel, config, grid, format, sizes, (out, bias), device)
+    kernel = weight_only_small.weight_few_rows_kernel
+    return _tiles(case, kernel, config | overlapping(config), grid, (m, n, k // 32))
 
 
-def _mm(
-    format: Format,
-    shape: tuple[int, int, int],
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    device: torch.device,
-    _: tuple[int, int] | None,
-) -> Product:
-    m, n, _ = shape
-    config = weight_only.config(m, format, bias is not None) | {"DOT": triton.language.bfloat16}
-    grid = triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]), 1, 1
-    return _tiles(weight_only.weight_mm_kernel, config, grid, format, shape, (out, bias), device)
+def _mm(case: Case) -> Product:
+    config = weight_only.config(case.m, case.format, case.bias_dtype is not None) | {"DOT": triton.language.bfloat16}
+    grid = triton.cdiv(case.m, config["BM"]) * triton.cdiv(case.n, config["BN"]), 1, 1
+    return _tiles(case, weight_only.weight_mm_kernel, config, grid, case.shape)
 
 
-def _hopper(
-    format: Format,
-    shape: tuple[int, int, int],
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    device: torch.device,
-    tile: tuple[int, int] | None,
-) -> Product:
-    multiply = hopper_product(format, shape, out, bias, device, tile)
+def _hopper(case: Case) -> Product:
+    multiply, device = hopper_product(case), case.device
     ones: list[Tensor] = []
 
     def one() -> Tensor:
@@ -155,7 +109,7 @@ def _hopper(
     return product
 
 
-_MAKERS: dict[str, Callable[..., Product]] = {
+_MAKERS: dict[str, Callable[[Case], Product]] = {
     "weight_few_rows": _few_rows,
     "weight_mm": _mm,
     "weight_mm_hopper": _hopper,

@@ -49,14 +49,8 @@ def check_input(x: Tensor, format: Format | None, rotation: Rotation) -> None:
     if format is not None:
         format.check_k(x.shape[-1])
     rotation.check_k(x.shape[-1])
-    for name, tensor in (("signs", rotation.signs), ("matrix", rotation.matrix)):
-        if tensor is not None and tensor.device != x.device:
-            raise ShapeError(
-                what=f"rotation {name} on device {tensor.device}",
-                found=tuple(tensor.shape),
-                expected=f"the same device as x, {x.device}",
-                fix="use rotation.to(device)",
-            )
+    tensors = {"rotation signs": rotation.signs, "rotation matrix": rotation.matrix}
+    check_device(x, tensors, fix="use rotation.to(device)")
 
 
 def check_front_end(x: Tensor, front_end: FrontEnd) -> None:
@@ -87,13 +81,7 @@ def check_front_end(x: Tensor, front_end: FrontEnd) -> None:
         if not fits:
             fix = f"x has shape {tuple(x.shape)}; see hadaquant.front.{front_end.kind}"
             raise ShapeError(what=what, found=tuple(tensor.shape), expected=expected, fix=fix)
-        if tensor.device != x.device:
-            raise ShapeError(
-                what=f"{what} on device {tensor.device}",
-                found=tuple(tensor.shape),
-                expected=f"the same device as x, {x.device}",
-                fix="move it there",
-            )
+        check_device(x, {what: tensor})
 
 
 def check_global_scale(format: Format, global_scale: Tensor | None) -> None:
@@ -120,8 +108,8 @@ def check_global_scale(format: Format, global_scale: Tensor | None) -> None:
         )
 
 
-def check_device(x: Tensor, **operands: Tensor | None) -> None:
-    """Refuse operands that are not where x is: a kernel is given their bare addresses.
+def check_device(x: Tensor, operands: dict[str, Tensor | None], fix: str = "move it there") -> None:
+    """Refuse operands, by name, that are not where x is: a kernel is given their bare addresses.
 
     Raises:
         ShapeError.
@@ -132,7 +120,7 @@ def check_device(x: Tensor, **operands: Tensor | None) -> None:
                 what=f"{name} on device {tensor.device}",
                 found=tuple(tensor.shape),
                 expected=f"the same device as x, {x.device}",
-                fix="move it there",
+                fix=fix,
             )
 
 

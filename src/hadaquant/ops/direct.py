@@ -26,10 +26,11 @@ from hadaquant.rotation import Rotation, trusted
 #: y of x, a weight's codes, scales and global scale, x's global scale, bias, signs; of the shape of y; and of a front
 #: end, if the call was prepared with one.
 Call = Callable[..., Tensor]
+_INT8_PRODUCTS = ("int8_gemv", "int8_mm_ahead", "int8_few_rows", "int8_mm", "int8_mm_hopper")
 #: Products that can follow a kernel that quantizes x.
 _PRODUCTS: dict[str, tuple[str, ...]] = {
-    "quantize_front_gluon": ("int8_gemv", "int8_mm_ahead", "int8_few_rows", "int8_mm", "int8_mm_hopper"),
-    "quantize_rows_gluon": ("int8_gemv", "int8_mm_ahead", "int8_few_rows", "int8_mm", "int8_mm_hopper"),
+    "quantize_front_gluon": _INT8_PRODUCTS,
+    "quantize_rows_gluon": _INT8_PRODUCTS,
     "quantize_blocks_fast": ("fp4_gemv", "fp4_value_rows", "fp4_mm_hopper"),
 }
 #: Products of full activations.
@@ -156,9 +157,9 @@ def _coded(
         from hadaquant.kernels.direct import DirectLinear
 
         return DirectLinear(f, (r.kind, r.group, r.signs is not None), *how, front_end)
-    from hadaquant.kernels.direct_fp4 import DirectFp4Linear
+    from hadaquant.kernels.direct_fp4 import Case, DirectFp4Linear
 
-    return DirectFp4Linear(f, r, *how, dynamic)
+    return DirectFp4Linear(Case(f, r, *how, dynamic))
 
 
 def _full(
@@ -176,6 +177,7 @@ def _full(
         return None
     if target.vendor != "nvidia" or (product.kernel == BY_NIBBLE and k % NIBBLE_SPAN):
         return None
+    from hadaquant.kernels.direct_fp4 import Case
     from hadaquant.kernels.direct_full import DirectFullLinear
 
-    return DirectFullLinear(f, r, shape, dtypes, device, product.kernel, product.tile)
+    return DirectFullLinear(Case(f, r, shape, dtypes, device, product.kernel, product.tile))

@@ -200,7 +200,7 @@ def _checked(
     checks.check_input(x, f, rotation)
     checks.check_front_end(x, front_end)
     checks.check_global_scale(f, global_scale)
-    checks.check_device(x, global_scale=global_scale)
+    checks.check_device(x, {"global_scale": global_scale})
     f.check_layout(scale_layout)
     return f
 
@@ -289,7 +289,8 @@ def _check_operands(x: _Operand, w: _Operand, bias: Tensor | None, f: Format, x_
     if w[0].dim() != 2:
         raise checks.ShapeError(what="w codes", found=tuple(w[0].shape), expected="[N, K]", fix="give a matrix")
     wk = checks.check_codes("w", *w, f, w_layout)
-    checks.check_device(x[0], x_scales=x[1], x_global=x[2], w_codes=w[0], w_scales=w[1], w_global=w[2], bias=bias)
+    of_w = {"w_codes": w[0], "w_scales": w[1], "w_global": w[2]}
+    checks.check_device(x[0], {"x_scales": x[1], "x_global": x[2], **of_w, "bias": bias})
     if k != wk:
         raise checks.ShapeError(what="w", found=f"K={wk}", expected=f"K={k} of x", fix="multiply matrices of one K")
     n = w[0].shape[0]

@@ -68,7 +68,7 @@ def _check(x: Tensor, w: tuple[Tensor, Tensor, Tensor | None], bias: Tensor | No
     if w[0].dim() != 2:
         raise ShapeError(what="w codes", found=tuple(w[0].shape), expected="[N, K]", fix="give a matrix")
     k, n = checks.check_codes("w", *w, f), w[0].shape[0]
-    checks.check_device(x, w_codes=w[0], w_scales=w[1], w_global=w[2], bias=bias)
+    checks.check_device(x, {"w_codes": w[0], "w_scales": w[1], "w_global": w[2], "bias": bias})
     f.check_k(k)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ShapeError(what="x", found=tuple(x.shape), expected=f"[..., {k}]", fix="multiply matrices of one K")
